@@ -1,0 +1,90 @@
+"""Explicit Runge-Kutta methods (eqs. 39-46): one step class, one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from solvers.base import Evaluator, State, Step, add
+from solvers.coefficients import EXPLICIT
+from solvers.tableau import Tableau
+
+
+@dataclass(frozen=True)
+class ExplicitRungeKutta:
+    """z' = z + h Σ b_i k_i with k_i = f(z + h Σ_{j<i} a_ij k_j, l + c_i h) (eqs. 39-40).
+
+    Stages that the propagated solution does not need (an FSAL stage) are not evaluated: a fixed step costs
+    ``tableau.n_evaluations`` evaluations of f.
+    """
+
+    tableau: Tableau
+    name: str = "explicit_rk"
+    nodes: tuple[float, ...] = field(init=False, repr=False)
+    _rows: tuple = field(init=False, repr=False, compare=False)
+    _weights: tuple = field(init=False, repr=False, compare=False)
+
+    is_implicit = False
+    is_adaptive = False
+    is_reversible = False
+    gradients = ("backprop", "checkpoint")
+
+    def __post_init__(self) -> None:
+        t = self.tableau
+        if not isinstance(t, Tableau):
+            raise TypeError(f"tableau must be a solvers.Tableau, got {type(t).__name__}")
+        if not t.is_explicit:
+            raise ValueError("ExplicitRungeKutta needs a strictly lower triangular a; this tableau is implicit")
+        n = t.n_evaluations
+        nodes = tuple(sorted(set(t.c[:n])))
+        put = object.__setattr__
+        put(self, "nodes", nodes)
+        put(self, "_rows", tuple((nodes.index(c), tuple((j, x) for j, x in enumerate(row) if x))
+                                 for c, row in zip(t.c[:n], t.a[:n], strict=True)))
+        put(self, "_weights", tuple((i, x) for i, x in enumerate(t.b[:n]) if x))
+
+    @property
+    def order(self) -> int:
+        """Order of the propagated solution."""
+        return self.tableau.order
+
+    @property
+    def embedded_order(self) -> int | None:
+        """Order of the embedded solution, None where there is none."""
+        return self.tableau.embedded_order
+
+    @property
+    def n_stages(self) -> int:
+        """Rows of the tableau."""
+        return self.tableau.n_stages
+
+    def nfe(self, n_steps: int) -> int:
+        """Evaluations of f in n_steps steps of one piece."""
+        return n_steps * self.tableau.n_evaluations
+
+    def init(self, memory: None) -> None:
+        """One-step methods remember nothing."""
+        return None
+
+    def stages(self, f: Evaluator, z: State, step: Step) -> list[State]:
+        """k_1 ... k_s."""
+        h, at = step.h, step.at
+        ks: list[State] = []
+        for node, row in self._rows:
+            y = z
+            for j, weight in row:
+                y = add(y, h * weight, ks[j])
+            ks.append(f(y, at[node]))
+        return ks
+
+    def step(self, f: Evaluator, z: State, step: Step, memory: None) -> tuple[State, None]:
+        """The state at step.l + step.h."""
+        return self.finish(z, step.h, self.stages(f, z, step)), None
+
+    def finish(self, z: State, h: float, ks: list[State]) -> State:
+        """z + h Σ b_i k_i."""
+        for i, weight in self._weights:
+            z = add(z, h * weight, ks[i])
+        return z
+
+
+METHODS = {name: ExplicitRungeKutta(tableau, name) for name, tableau in EXPLICIT.items()}

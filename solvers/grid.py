@@ -1,0 +1,199 @@
+"""Where the steps fall: pieces of the span over which f is smooth, and the depth points within them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from solvers.base import Evaluator, SolverError, State, Step, VectorField, Work
+
+
+class Piece(NamedTuple):
+    """A stretch of depth from ``l0`` to ``l1`` (in the direction of integration) over which ``f`` is smooth.
+
+    ``nudge``: at which ends f jumps without saying on which side it stands; there it is called with l just inside.
+    ``rescaled``: f has been rewritten over [0, 1], so that gradients reach the ends of the span.
+    """
+
+    l0: float
+    l1: float
+    f: Evaluator
+    nudge: tuple[bool, bool]
+    rescaled: bool
+
+    @property
+    def start(self) -> float:
+        """The first value of the integration variable."""
+        return 0.0 if self.rescaled else self.l0
+
+    @property
+    def stop(self) -> float:
+        """The last value of the integration variable."""
+        return 1.0 if self.rescaled else self.l1
+
+    def local(self, l: float) -> float:
+        """The integration variable at depth l."""
+        return (l - self.l0) / (self.l1 - self.l0) if self.rescaled else l
+
+    def inside(self, dtype: torch.dtype) -> tuple[float, float]:
+        """The ends of the interval in which f may be called, as (first, last) representable values."""
+        x, y = self.start, self.stop
+        return (_toward(x, y, dtype) if self.nudge[0] else x), (_toward(y, x, dtype) if self.nudge[1] else y)
+
+
+def _toward(x: float, y: float, dtype: torch.dtype) -> float:
+    """x moved by one or two representable values towards y."""
+    return x + math.copysign(torch.finfo(dtype).eps * max(abs(x), abs(y - x)), y - x)
+
+
+class Rescaled:
+    """g(z, s) = (b - a) f(z, a + s (b - a)) over [0, 1]: the same solution, with gradients to a and b."""
+
+    def __init__(self, f: VectorField, a: float | Tensor, b: float | Tensor):
+        self.f, self.a, self.b = f, a, b
+
+    def __call__(self, z: State, s: Tensor) -> State:
+        width = self.b - self.a
+        k = self.f(z, (self.a + s * width).to(s.dtype))
+        return k * width if isinstance(k, Tensor) else tuple(x * width for x in k)
+
+    @property
+    def parts(self) -> tuple[Rescaled, ...] | None:
+        """The parts of f, rescaled."""
+        parts = getattr(self.f, "parts", None)
+        return tuple(Rescaled(part, self.a, self.b) for part in parts) if parts else None
+
+
+def read_span(span: Any) -> tuple[float, float]:
+    """The ends of span as floats. Raises TypeError or ValueError where they are not two different finite numbers."""
+    try:
+        l0, l1 = span
+        ends = float(l0), float(l1)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"span must be a pair of numbers or 0-d tensors, got {span!r}") from error
+    if not all(map(math.isfinite, ends)):
+        raise ValueError(f"span must be finite, got {ends}")
+    if ends[0] == ends[1]:
+        raise ValueError(f"span must have two different ends, got {ends}")
+    return ends
+
+
+def read_points(name: str, points: Any) -> list[float]:
+    """Depth points as floats, from a sequence or a 1-d tensor."""
+    try:
+        values = points.tolist() if hasattr(points, "tolist") else [float(x) for x in points]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a sequence of numbers or a 1-d tensor, got {points!r}") from error
+    if not isinstance(values, list) or not all(isinstance(x, float | int) for x in values):
+        raise TypeError(f"{name} must be one-dimensional, got {points!r}")
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"{name} must be finite, got {values}")
+    return [float(x) for x in values]
+
+
+def read_grid(grid: Any) -> list[float]:
+    """A strictly monotone list of at least two depth points."""
+    points = read_points("grid", grid)
+    steps = [y - x for x, y in zip(points, points[1:], strict=False)]
+    if not steps or not (all(h > 0 for h in steps) or all(h < 0 for h in steps)):
+        raise ValueError(f"grid must hold at least two points, strictly increasing or decreasing; got {points}")
+    return points
+
+
+def make_pieces(f: VectorField, span: tuple, ends: tuple[float, float], breakpoints: Sequence[float] | None,
+                work: Work, dtypes: tuple[torch.dtype, ...] | None) -> list[Piece]:
+    """Split the span where f jumps: at ``f.pieces``, at ``breakpoints`` and at ``f.breakpoints``."""
+    low, high = sorted(ends)
+    listed = getattr(f, "pieces", None)
+    fields = [(float(a), float(b), g) for a, b, g in listed] if listed else [(low, high, f)]
+    for (_, b, _), (a, _, _) in zip(fields, fields[1:], strict=False):
+        if a != b:
+            raise ValueError(f"f.pieces must adjoin and increase; one ends at {b} and the next starts at {a}")
+    if fields[0][0] > low or fields[-1][1] < high:
+        raise ValueError(f"span {ends} leaves the depth that f.pieces covers, [{fields[0][0]}, {fields[-1][1]}]")
+    jumps = getattr(f, "breakpoints", None) if breakpoints is None else breakpoints
+    jumps = set(read_points("breakpoints", jumps)) if jumps is not None else set()
+    cuts = []
+    for a, b, g in fields:
+        a, b = max(a, low), min(b, high)
+        inner = sorted(x for x in jumps if a < x < b)
+        cuts += [(x, y, g) for x, y in zip([a, *inner], [*inner, b], strict=True) if x < y]
+    if ends[0] > ends[1]:
+        cuts = [(b, a, g) for a, b, g in reversed(cuts)]
+    pieces = []
+    for i, (a, b, g) in enumerate(cuts):
+        moving = [end if position and isinstance(end, Tensor) and end.requires_grad else None
+                  for end, position in zip(span, (i == 0, i == len(cuts) - 1), strict=True)]
+        rescaled = any(end is not None for end in moving)
+        if rescaled:
+            g = Rescaled(g, a if moving[0] is None else moving[0], b if moving[1] is None else moving[1])
+        pieces.append(Piece(a, b, Evaluator(g, work, dtypes), (a in jumps, b in jumps), rescaled))
+    return pieces
+
+
+def uniform(l0: float, l1: float, n_steps: int) -> list[float]:
+    """n_steps + 1 equally spaced points, both ends exact (each from the span, never by adding up).
+
+    >>> uniform(0.0, 1.0, 4)
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    """
+    return [l0 + (l1 - l0) * i / n_steps for i in range(n_steps)] + [l1]
+
+
+def place(pieces: list[Piece], n_steps: int | None, grid: list[float] | None) -> list[list[float]]:
+    """The depth points of each piece, ends included.
+
+    A grid must hold every boundary between pieces. n_steps equal steps are taken where that grid holds the
+    boundaries, else n_steps must be a multiple of the number of pieces and each gets as many equal steps.
+    """
+    points = grid if grid is not None else uniform(pieces[0].l0, pieces[-1].l1, n_steps)
+    near = 1e-9 * abs(points[-1] - points[0]) / len(points)
+    placed, at = [], 0
+    for piece in pieces:
+        mine = [piece.l0]
+        at += 1
+        while at < len(points) and abs(points[at] - piece.l0) < abs(piece.l1 - piece.l0) - near:
+            mine.append(points[at])
+            at += 1
+        if at == len(points) or abs(points[at] - piece.l1) > near:
+            break
+        placed.append([*mine, piece.l1])
+    if len(placed) == len(pieces):
+        return placed
+    missing = [piece.l1 for piece in pieces[:-1]]
+    if grid is not None:
+        raise ValueError(f"grid must hold every depth where f jumps: {missing}; got {grid}")
+    if n_steps % len(pieces):
+        raise ValueError(f"n_steps must be a multiple of the number of pieces of f ({len(pieces)}, f jumps at "
+                         f"{missing}); got {n_steps}")
+    return [uniform(piece.l0, piece.l1, n_steps // len(pieces)) for piece in pieces]
+
+
+def make_steps(piece: Piece, points: list[float], nodes: tuple[float, ...], dtype: torch.dtype,
+               device: torch.device) -> list[Step]:
+    """The steps of a piece with all their depth tensors, made in one go.
+
+    Raises SolverError: neighbouring points that are one number in dtype.
+    """
+    points = [piece.local(l) for l in points]
+    eps, extent = torch.finfo(dtype).eps, max(map(abs, points))
+    first, last = piece.inside(dtype)
+    inside = sorted((first, last))
+    depths, steps = [], []
+    for l, end in zip(points, points[1:], strict=False):
+        h = end - l
+        if abs(h) <= eps * extent:
+            raise SolverError(f"a step below the resolution of {dtype}", l=l, h=h, nfe=0,
+                              advice="take fewer steps, a span nearer to zero, or a float64 state")
+        for c in nodes:
+            x = l if c == 0 else end if c == 1 else l + c * h
+            depths.append(min(max(x, inside[0]), inside[1]) if piece.nudge != (False, False) else x)
+    at = torch.tensor(depths, dtype=dtype, device=device).unbind()
+    m = len(nodes)
+    for i, (l, end) in enumerate(zip(points, points[1:], strict=False)):
+        steps.append(Step(l, end - l, at[i * m : (i + 1) * m]))
+    return steps
