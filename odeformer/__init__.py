@@ -1,0 +1,32 @@
+"""Transformers whose depth is integrated by an ODE solver of your choice.
+
+Names are imported on first use, so that ``import odeformer`` and ``odeformer --help`` stay quick.
+"""
+
+from importlib import import_module
+
+_HOMES = {
+    "odeformer.block": ["BlockConfig", "COUPLINGS"],
+    "odeformer.depth": ["DepthConfig"],
+    "odeformer.attention": ["ATTENTION"],
+    "odeformer.feedforward": ["FEEDFORWARD"],
+    "odeformer.norms": ["NORMS"],
+    "odeformer.positions": ["POSITIONS"],
+    "odeformer.weights": ["WEIGHTS"],
+    "odeformer.init": ["INITIALIZERS"],
+    "odeformer.models": ["MODELS", "Encoder", "EncoderConfig", "Decoder", "DecoderConfig", "VisionEncoder",
+                         "VisionConfig", "load"],
+}
+_WHERE = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'odeformer' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

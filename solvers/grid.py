@@ -72,7 +72,7 @@ def read_span(span: Any) -> tuple[float, float]:
     """The ends of span as floats. Raises TypeError or ValueError where they are not two different finite numbers."""
     try:
         l0, l1 = span
-        ends = float(l0), float(l1)
+        ends = tuple(float(l.detach() if isinstance(l, Tensor) else l) for l in (l0, l1))
     except (TypeError, ValueError) as error:
         raise TypeError(f"span must be a pair of numbers or 0-d tensors, got {span!r}") from error
     if not all(map(math.isfinite, ends)):

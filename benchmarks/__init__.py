@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks --help``. One benchmark a file; results lie in ``results/``."""

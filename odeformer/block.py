@@ -1,0 +1,176 @@
+"""A layer as a vector field: its sublayers are parts, and the coupling says how a step treats them.
+
+The field of a block is dz/dl = Σ f_part(z, l), attention first. ``lie`` and ``strang`` let the parts take turns within a
+step (splitting), ``parallel`` evaluates their sum, ``composed`` makes one field of the whole textbook layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from odeformer.attention import ATTENTION
+from odeformer.context import Context
+from odeformer.feedforward import FEEDFORWARD
+from odeformer.norms import NORMS
+from odeformer.tables import at_least, build, look_up, probability
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """One layer. ``attention``, ``feedforward``, ``norm``, ``coupling``, ``position`` and ``init`` are table keys (or
+    own classes); the ``*_options`` go to the entries they name. ``dropout`` acts on each sublayer's output, with one
+    mask a solve. ``d_ff`` defaults to 4 d_model."""
+
+    d_model: int
+    n_heads: int
+    d_ff: int | None = field(default=None, kw_only=True)
+    attention: str | type = field(default="softmax", kw_only=True)
+    feedforward: str | type = field(default="gelu", kw_only=True)
+    norm: str | type = field(default="pre", kw_only=True)
+    coupling: str | type = field(default="lie", kw_only=True)
+    position: str | type = field(default="learned", kw_only=True)
+    dropout: float = field(default=0.0, kw_only=True)
+    attention_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    feedforward_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    norm_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    init: str | Callable = field(default="xavier_uniform", kw_only=True)
+    init_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        from odeformer.init import INITIALIZERS
+        from odeformer.positions import POSITIONS
+
+        at_least("d_model", self.d_model, 1)
+        at_least("n_heads", self.n_heads, 1)
+        if self.d_model % self.n_heads:
+            raise ValueError(f"d_model must be a multiple of n_heads; got d_model = {self.d_model}, "
+                             f"n_heads = {self.n_heads}")
+        if self.d_ff is not None:
+            at_least("d_ff", self.d_ff, 1)
+        probability("dropout", self.dropout)
+        for table, name in ((ATTENTION, "attention"), (FEEDFORWARD, "feedforward"), (NORMS, "norm"),
+                            (COUPLINGS, "coupling"), (POSITIONS, "position"), (INITIALIZERS, "init")):
+            look_up(table, getattr(self, name), name)
+
+
+class Sublayer(nn.Module):
+    """A core (attention, feed-forward) with its norm and dropout; called it gives the increment."""
+
+    def __init__(self, core: nn.Module, placement: nn.Module, dropout: float):
+        super().__init__()
+        self.core, self.placement, self.dropout = core, placement, dropout
+
+    def run(self, x: Tensor, context: Context) -> Tensor:
+        """The core on its normalised input."""
+        return self.core(x)
+
+    def forward(self, z: Tensor, context: Context) -> Tensor:
+        """dz/dl, shaped like z (batch, tokens, d_model)."""
+        return self.placement(z, lambda x: context.drop(self, self.dropout, self.run(x, context)))
+
+
+class AttentionSublayer(Sublayer):
+    """Self-attention under the masks of the forward pass."""
+
+    def run(self, x: Tensor, context: Context) -> Tensor:
+        return self.core(x, **context.attention(x.shape[1], x.device))
+
+
+class Block(nn.Module):
+    """The sublayers of one layer, in order."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        d_model = config.d_model
+
+        def placement() -> nn.Module:
+            return build(NORMS, config.norm, "norm", d_model, options=config.norm_options)
+
+        attention = build(ATTENTION, config.attention, "attention", d_model, config.n_heads,
+                          options=config.attention_options)
+        feedforward = build(FEEDFORWARD, config.feedforward, "feedforward", d_model, config.d_ff or 4 * d_model,
+                            options=config.feedforward_options)
+        self.attention = AttentionSublayer(attention, placement(), config.dropout)
+        self.feedforward = Sublayer(feedforward, placement(), config.dropout)
+
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        """In the order in which a textbook layer applies them."""
+        return self.attention, self.feedforward
+
+
+class Part:
+    """One sublayer as a vector field f(z, l) within a forward pass."""
+
+    def __init__(self, sublayer: Sublayer, context: Context):
+        self.sublayer, self.context = sublayer, context
+
+    def __call__(self, z: Tensor, l: Tensor) -> Tensor:
+        return self.sublayer(z, self.context)
+
+
+class Sum:
+    """dz/dl = Σ f_part(z, l): what ``parallel`` evaluates, and what splitting methods converge to as h -> 0."""
+
+    splitting: str | None = None
+
+    def __init__(self, parts: Sequence[Callable[[Tensor, Tensor], Tensor]]):
+        self.parts = tuple(parts)
+
+    def __call__(self, z: Tensor, l: Tensor) -> Tensor:
+        first, *rest = self.parts
+        k = first(z, l)
+        for part in rest:
+            k = k + part(z, l)
+        return k
+
+
+class Lie(Sum):
+    """Each sublayer in turn over the whole step: with Euler and h = 1 the textbook Transformer layer (order 1)."""
+
+    splitting = "lie"
+
+
+class StrangCoupling(Sum):
+    """Half a step of attention, one of feed-forward, half a step of attention (order 2)."""
+
+    splitting = "strang"
+
+
+class Parallel(Sum):
+    """All sublayers from the same state (as in GPT-J), integrated at the solver's full order."""
+
+
+class Composed(Sum):
+    """One field of the whole layer: f(z) = Σ_i f_i(z + f_1 + ... + f_{i-1}), the increment of the textbook layer.
+
+    Its evaluation counts as one; Euler with h = 1 is the textbook layer, other solvers keep their full order.
+    """
+
+    def __init__(self, parts: Sequence[Callable[[Tensor, Tensor], Tensor]]):
+        self._parts = tuple(parts)
+        self.parts = None
+
+    def __call__(self, z: Tensor, l: Tensor) -> Tensor:
+        first, *rest = self._parts
+        k = first(z, l)
+        for part in rest:
+            k = k + part(z + k, l)
+        return k
+
+
+COUPLINGS = {
+    "lie": Lie,
+    "strang": StrangCoupling,
+    "parallel": Parallel,
+    "composed": Composed,
+}
+
+
+def block_field(block: Block, coupling: str | type, context: Context) -> Sum:
+    """The vector field of a block in a forward pass."""
+    return look_up(COUPLINGS, coupling, "coupling")([Part(sublayer, context) for sublayer in block.sublayers])

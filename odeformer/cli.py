@@ -1,0 +1,143 @@
+"""The command ``odeformer``. Nothing heavy is imported until a sub-command runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a sub-command; errors in what the user gave come out as one line, with exit status 2."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except (ValueError, TypeError, FileNotFoundError, ImportError, OSError, FloatingPointError) as error:
+        print(f"odeformer {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="odeformer", description="Transformers whose depth is integrated by an ODE solver of your choice.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a vision Transformer on real images", formatter_class=_Help)
+    train.set_defaults(run=_train)
+    train.add_argument("--data", default="digits", help="data set")
+    train.add_argument("--out", required=True, help="folder for checkpoint, results and model")
+    train.add_argument("--steps", type=int, default=400, help="updates")
+    train.add_argument("--seed", type=int, default=0, help="seed of the weights and of the data order")
+    train.add_argument("--solver", default="euler", help="a name from `odeformer solvers`")
+    train.add_argument("--depth-steps", type=int, default=None, help="solver steps over the whole depth")
+    train.add_argument("--rtol", type=float, default=None, help="relative tolerance of an adaptive solver")
+    train.add_argument("--weights", default="shared", help="weights over depth: shared or piecewise")
+    train.add_argument("--coupling", default="lie", help="how a step treats attention and feed-forward")
+    train.add_argument("--layers", type=int, default=4, help="depth, in layers")
+    train.add_argument("--d-model", type=int, default=32, help="width")
+    train.add_argument("--heads", type=int, default=4, help="attention heads")
+    train.add_argument("--dropout", type=float, default=0.0, help="dropout on each sublayer's output")
+    train.add_argument("--batch-size", type=int, default=64, help="images an update")
+    train.add_argument("--learning-rate", type=float, default=2e-3, help="peak learning rate")
+    train.add_argument("--checkpoint-every", type=int, default=50, help="updates between checkpoints")
+    train.add_argument("--stop-at", type=int, default=None, help="leave after this many updates, as a kill would")
+    train.add_argument("--resume", action="store_true", help="go on from the checkpoint in the out folder")
+
+    evaluate = commands.add_parser("evaluate", help="accuracy of a trained model under any solvers",
+                                   formatter_class=_Help)
+    evaluate.set_defaults(run=_evaluate)
+    evaluate.add_argument("folder", help="where the model was saved")
+    evaluate.add_argument("--data", default="digits", help="data set")
+    evaluate.add_argument("--solvers", nargs="+", default=None, metavar="SOLVER",
+                          help="solvers to compare, as NAME or NAME:STEPS (the model's own if left out)")
+
+    stability = commands.add_parser("stability", help="draw stability regions", formatter_class=_Help)
+    stability.set_defaults(run=_stability)
+    stability.add_argument("--solver", nargs="+", default=["rk4"], help="one or more names from `odeformer solvers`")
+    stability.add_argument("--out", default="stability.png", help="picture to write (.png, .svg or .pdf)")
+
+    commands.add_parser("solvers", help="list the solvers").set_defaults(run=_solvers)
+    return parser
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not "(default: None)"."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+def _train(args: argparse.Namespace) -> int:
+    import torch
+
+    from odeformer.block import BlockConfig
+    from odeformer.data import DATA
+    from odeformer.depth import DepthConfig
+    from odeformer.models import VisionConfig, VisionEncoder
+    from odeformer.tables import look_up
+    from odeformer.train import TrainConfig, Trainer, accuracy
+
+    data = look_up(DATA, args.data, "data")()
+    depth = DepthConfig(solver=args.solver, n_steps=args.depth_steps, weights=args.weights, rtol=args.rtol)
+    block = BlockConfig(args.d_model, args.heads, coupling=args.coupling, dropout=args.dropout)
+    torch.manual_seed(args.seed)
+    model = VisionEncoder(VisionConfig(image_size=data.size, patch_size=2, channels=data.channels,
+                                       n_classes=data.n_classes, n_layers=args.layers, block=block, depth=depth))
+    config = TrainConfig(steps=args.steps, seed=args.seed, batch_size=args.batch_size,
+                         learning_rate=args.learning_rate, checkpoint_every=args.checkpoint_every)
+    trainer = Trainer(model, data, config, args.out)
+    if args.resume and trainer.resume():
+        print(f"resumed at step {trainer.step}")
+    if not trainer.run(stop_at=args.stop_at):
+        print(f"stopped at step {trainer.step}; go on with --resume")
+        return 130
+    model.save(args.out)
+    print(f"test accuracy {accuracy(model, data.test_x, data.test_y):.4f}, model in {args.out}")
+    return 0
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    import torch
+
+    from odeformer.data import DATA
+    from odeformer.models import load
+    from odeformer.tables import look_up
+    from odeformer.train import accuracy
+
+    model, data = load(args.folder), look_up(DATA, args.data, "data")()
+    print(f"{'solver':<16}{'steps':>6}{'NFE':>6}{'accuracy':>10}")
+    for spec in args.solvers or [None]:
+        chosen = model
+        if spec is not None:
+            name, _, steps = spec.partition(":")
+            if steps and not steps.isdigit():
+                raise ValueError(f"--solvers takes NAME or NAME:STEPS, got {spec!r}")
+            chosen = model.with_solver(name, **({"n_steps": int(steps)} if steps else {}))
+        with torch.no_grad():
+            _, solution = chosen(data.test_x[:64], return_solution=True)
+        score = accuracy(chosen, data.test_x, data.test_y)
+        print(f"{chosen.config.depth.solver:<16}{solution.n_steps:>6}{solution.nfe:>6}{score:>10.4f}")
+    return 0
+
+
+def _stability(args: argparse.Namespace) -> int:
+    from odeformer import plots
+
+    plots.save(plots.stability_regions(args.solver), args.out)
+    print(f"wrote {args.out}")
+    return 0
+
+
+def _solvers(args: argparse.Namespace) -> int:
+    from solvers import SOLVERS
+
+    print(f"{'name':<18}{'order':>6}{'stages':>8}{'embedded':>10}  kind")
+    for name, solver in SOLVERS.items():
+        kinds = [kind for kind in ("adaptive", "implicit", "reversible") if getattr(solver, f"is_{kind}")]
+        embedded = "" if solver.embedded_order is None else solver.embedded_order
+        print(f"{name:<18}{solver.order:>6}{solver.n_stages:>8}{embedded:>10}  {', '.join(kinds) or 'fixed step'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

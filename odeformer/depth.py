@@ -1,0 +1,87 @@
+"""Integrates a model's field over depth. The only file here that imports solvers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+import solvers
+from odeformer.context import Context
+from odeformer.tables import at_least, look_up
+from odeformer.weights import WEIGHTS
+from solvers import Solution
+
+SPLITTINGS = {"lie": solvers.LieTrotter, "strang": solvers.Strang}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthConfig:
+    """How depth is integrated.
+
+    ``solver``: a name from SOLVERS or a solver object; ``solver_options`` go to it. ``steps_per_layer``: equal steps a
+    layer; ``n_steps``: their total number instead, where weights do not jump between layers. ``rtol``, ``atol``: for
+    adaptive solvers. ``weights``: a key of WEIGHTS. ``gradient``: a gradient mode of solve().
+    """
+
+    solver: Any = "euler"
+    steps_per_layer: int = 1
+    n_steps: int | None = None
+    weights: str | type = "piecewise"
+    gradient: str = "backprop"
+    rtol: float | None = None
+    atol: float | None = None
+    solver_options: Mapping[str, Any] = field(default_factory=dict)
+    weights_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least("steps_per_layer", self.steps_per_layer, 1)
+        if self.n_steps is not None:
+            at_least("n_steps", self.n_steps, 1)
+            if self.steps_per_layer != 1:
+                raise ValueError(f"n_steps and steps_per_layer must not both be given; got {self.n_steps} and "
+                                 f"{self.steps_per_layer}")
+        look_up(WEIGHTS, self.weights, "weights")
+        solver = self.make_solver()
+        if self.gradient not in solver.gradients:
+            raise ValueError(f"gradient must be one of {', '.join(solver.gradients)} for solver {solver.name!r}, got "
+                             f"{self.gradient!r}")
+        for name in ("rtol", "atol"):
+            if getattr(self, name) is not None and not solver.is_adaptive:
+                raise ValueError(f"{name} is for adaptive solvers; {solver.name!r} takes fixed steps")
+
+    def make_solver(self) -> Any:
+        """The solver, with its options."""
+        return solvers.get_solver(self.solver, **self.solver_options)
+
+
+def integrate(f: Any, z: Tensor, config: DepthConfig, n_layers: int, context: Context, *,
+              save: bool = False) -> Solution:
+    """Take z (batch, tokens, d_model) from l = 0 to l = n_layers.
+
+    A coupling that splits (lie, strang) wraps a fixed-step solver; an adaptive one integrates the sum of the parts,
+    to which splitting converges as h goes to 0. ``save`` keeps the state at every step (adaptive: at every layer).
+
+    Raises ValueError for an adaptive solver in a causal model.
+    """
+    solver, span = config.make_solver(), (0.0, float(n_layers))
+    if solver.is_adaptive:
+        if context.causal:
+            raise ValueError(
+                f"solver {solver.name!r} is adaptive and this model is causal: step sizes chosen from a whole sequence "
+                "let later tokens move earlier outputs. Use a fixed-step solver, such as 'rk4'")
+        return solvers.solve(f, z, span=span, solver=solver, rtol=config.rtol, atol=config.atol, mask=context.mask,
+                             gradient=config.gradient, save_at=range(n_layers + 1) if save else None)
+    splitting = _splitting(f)
+    if splitting is not None:
+        solver = SPLITTINGS[splitting](solver)
+    n_steps = config.n_steps or n_layers * config.steps_per_layer
+    return solvers.solve(f, z, span=span, solver=solver, n_steps=n_steps, mask=context.mask, gradient=config.gradient,
+                         save_at="steps" if save else None)
+
+
+def _splitting(f: Any) -> str | None:
+    pieces = getattr(f, "pieces", None)
+    return getattr(pieces[0][2] if pieces else f, "splitting", None)

@@ -1,0 +1,37 @@
+"""Position-wise feed-forward networks: ``FEEDFORWARD[name](d_model, d_ff, **options)``, called ``(x)``."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from odeformer.tables import at_least
+
+
+class FeedForward(nn.Module):
+    """activation(x W_h + b_h) W_f + b_f (eq. 48)."""
+
+    activation = staticmethod(F.gelu)
+
+    def __init__(self, d_model: int, d_ff: int, *, bias: bool = True):
+        super().__init__()
+        at_least("d_model", d_model, 1)
+        at_least("d_ff", d_ff, 1)
+        self.hidden = nn.Linear(d_model, d_ff, bias=bias)
+        self.output = nn.Linear(d_ff, d_model, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) -> (..., d_model)."""
+        return self.output(self.activation(self.hidden(x)))
+
+
+class ReluFeedForward(FeedForward):
+    """ReLU(x W_h + b_h) W_f + b_f, as in eq. 48."""
+
+    activation = staticmethod(F.relu)
+
+
+FEEDFORWARD = {
+    "gelu": FeedForward,
+    "relu": ReluFeedForward,
+}

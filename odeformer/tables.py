@@ -1,0 +1,52 @@
+"""Looking names up in tables: a string is a key, anything else is taken as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+
+def look_up(table: Mapping[str, Any], key: Any, what: str) -> Any:
+    """table[key] for a string key, else the key itself (an own class works wherever a name does).
+
+    Raises ValueError for an unknown name; the message lists the known ones.
+    """
+    if not isinstance(key, str):
+        if callable(key):
+            return key
+        raise TypeError(f"{what} must be a name or a class, got {key!r}; known: {', '.join(sorted(table))}")
+    if key not in table:
+        near = get_close_matches(key, table, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"unknown {what} {key!r}{hint}; known: {', '.join(sorted(table))}")
+    return table[key]
+
+
+def build(table: Mapping[str, Any], key: Any, what: str, *args: Any, options: Mapping[str, Any] | None = None) -> Any:
+    """An instance of the entry, with options. Raises ValueError for an option that the entry does not have."""
+    import inspect
+
+    entry, options = look_up(table, key, what), dict(options or {})
+    parameters = inspect.signature(entry).parameters.values()
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][len(args):]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for option in options:
+        if option not in known and not open_ended:
+            listed = ", ".join(known) or "none"
+            raise ValueError(f"unknown option {option!r} for {what} {key!r}; known: {listed}")
+    return entry(*args, **options)
+
+
+def at_least(name: str, value: Any, least: int) -> None:
+    """Raises TypeError or ValueError unless value is an int of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def probability(name: str, value: Any) -> None:
+    """Raises ValueError unless 0 <= value < 1."""
+    if not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")

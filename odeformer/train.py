@@ -1,0 +1,178 @@
+"""Training that can be stopped and resumed: the same steps give the same weights, bit for bit, on a CPU."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from odeformer.data.images import Images
+from odeformer.files import write_atomically, write_json
+from odeformer.schedules import SCHEDULES
+from odeformer.tables import at_least, look_up
+
+__all__ = ["SCHEDULES", "TrainConfig", "Trainer", "accuracy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """``steps`` of AdamW on batches drawn in an order fixed by ``seed``; a checkpoint every ``checkpoint_every``."""
+
+    steps: int
+    seed: int = 0
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    schedule: str = "cosine"
+    warmup: int = 20
+    checkpoint_every: int = 50
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "checkpoint_every"):
+            at_least(name, getattr(self, name), 1)
+        at_least("warmup", self.warmup, 0)
+        look_up(SCHEDULES, self.schedule, "schedule")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be positive, got {self.learning_rate!r}")
+
+
+class Trainer:
+    """Trains an image classifier. With ``out``, checkpoints and results go there."""
+
+    def __init__(self, model: nn.Module, data: Images, config: TrainConfig, out: str | Path | None = None):
+        self.model, self.data, self.config = model, data, config
+        self.out = None if out is None else Path(out)
+        decayed = [p for p in model.parameters() if p.dim() >= 2]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=config.learning_rate)
+        self.step = 0
+        self.rows: list[dict[str, float]] = []
+        self.seconds = 0.0
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """The batch of a step (from 0): a function of the seed and the step alone."""
+        n, size = len(self.data.train_x), self.config.batch_size
+        epoch, position = divmod(step, max(1, n // size))
+        generator = torch.Generator().manual_seed(self.config.seed * 100_003 + epoch)
+        rows = torch.randperm(n, generator=generator)[position * size : (position + 1) * size]
+        return self.data.train_x[rows], self.data.train_y[rows]
+
+    def train_step(self) -> dict[str, float]:
+        """One update. Raises FloatingPointError where the loss is not finite (nothing is updated then)."""
+        config = self.config
+        for group in self.optimizer.param_groups:
+            factor = SCHEDULES[config.schedule](self.step + 1, warmup=config.warmup, total=config.steps)
+            group["lr"] = config.learning_rate * factor
+        x, y = self.batch(self.step)
+        logits, solution = self.model(x, return_solution=True)
+        loss = F.cross_entropy(logits, y)
+        value = loss.item()
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the loss became {value} at step {self.step + 1}: lower the learning rate, or "
+                                     "take more or smaller depth steps")
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        self.optimizer.step()
+        self.step += 1
+        return {"step": self.step, "loss": value, "nfe": solution.nfe}
+
+    def run(self, *, stop_at: int | None = None, progress: bool = True) -> bool:
+        """Train to the end, or leave without saving after ``stop_at`` steps; True where the end was reached.
+
+        SIGINT and SIGTERM finish the step under way, save a checkpoint and end the run with False.
+        """
+        self.model.train()
+        bar = tqdm(total=self.config.steps, initial=self.step, desc="train", disable=not progress)
+        with _signals() as stopped, bar:
+            while self.step < self.config.steps:
+                start = time.perf_counter()
+                row = self.train_step()
+                self.seconds += time.perf_counter() - start
+                self.rows.append(row)
+                bar.update()
+                bar.set_postfix(loss=f"{row['loss']:.3f}", nfe=row["nfe"])
+                if stop_at is not None and self.step >= stop_at:
+                    return False
+                if stopped():
+                    self.save()
+                    return False
+                if self.step % self.config.checkpoint_every == 0:
+                    self.save()
+        self.model.eval()
+        self.save()
+        return True
+
+    def save(self) -> None:
+        """Write checkpoint.pt and results.json into ``out``, each whole or not at all."""
+        if self.out is None:
+            return
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step,
+                 "rows": self.rows, "seconds": self.seconds, "rng": torch.get_rng_state(),
+                 "config": asdict(self.config)}
+        write_atomically(self.out / "checkpoint.pt", lambda beside: torch.save(state, beside))
+        write_json(self.out / "results.json", {"config": asdict(self.config), "rows": self.rows,
+                                               "seconds": self.seconds})
+
+    def resume(self) -> bool:
+        """Take up the checkpoint in ``out``; False where there is none.
+
+        Raises ValueError for a damaged checkpoint or one of another configuration.
+        """
+        path = self.out / "checkpoint.pt"
+        if not path.exists():
+            return False
+        try:
+            state = torch.load(path, weights_only=True)
+        except Exception as error:
+            raise ValueError(f"{path} is damaged or no checkpoint ({error}); move it away to start anew") from error
+        for key, value in asdict(self.config).items():
+            if state["config"].get(key) != value:
+                raise ValueError(f"{path} was written with {key} = {state['config'].get(key)!r}, this run has "
+                                 f"{value!r}; use the same setting or another out folder")
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"{path} holds another model: {error}") from error
+        self.step, self.rows, self.seconds = state["step"], state["rows"], state["seconds"]
+        torch.set_rng_state(state["rng"])
+        return True
+
+
+@torch.no_grad()
+def accuracy(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, batch_size: int = 512) -> float:
+    """The share of images (n, channels, size, size) whose largest logit is at their class."""
+    hits = sum((model(a).argmax(-1) == b).sum().item()
+               for a, b in zip(x.split(batch_size), y.split(batch_size), strict=True))
+    return hits / len(y)
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    """Turns SIGINT and SIGTERM into a flag while a run is under way (in the main thread; elsewhere they act as ever)."""
+    seen: list[int] = []
+    previous: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, lambda number, frame: seen.append(number))
+    except ValueError:  # not the main thread
+        pass
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

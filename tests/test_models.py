@@ -1,0 +1,410 @@
+"""Whole models against torch.nn, under every solver, and on disk."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import odeformer
+from odeformer import (
+    BlockConfig,
+    Decoder,
+    DecoderConfig,
+    DepthConfig,
+    Encoder,
+    EncoderConfig,
+    VisionConfig,
+    VisionEncoder,
+)
+from odeformer.models.store import from_dict
+from solvers import SOLVERS
+
+VOCAB, LENGTH = 17, 12
+FIXED = [name for name, solver in SOLVERS.items() if not solver.is_adaptive]
+
+
+def tiny(kind=Encoder, config=EncoderConfig, *, n_layers=2, block=(), **depth):
+    """A small model in float64."""
+    return kind(config(vocab_size=VOCAB, max_seq_len=LENGTH, n_layers=n_layers, block=BlockConfig(8, 2, **dict(block)),
+                       depth=DepthConfig(**depth))).double().eval()
+
+
+def decoder(**options):
+    return tiny(Decoder, DecoderConfig, **options)
+
+
+def silence(model):
+    """Zero every output projection, so that f = 0."""
+    for name, p in model.layers.named_parameters():
+        if ".output." in name:
+            nn.init.zeros_(p)
+    return model
+
+
+def tokens(batch=2, length=LENGTH):
+    return torch.randint(VOCAB, (batch, length))
+
+
+def copy_layer(theirs: nn.TransformerEncoderLayer, ours):
+    """torch.nn's packed weights into our sublayers."""
+    attention, feedforward = ours.attention, ours.feedforward
+    for i, part in enumerate((attention.core.query, attention.core.key, attention.core.value)):
+        part.weight.data = theirs.self_attn.in_proj_weight.data.chunk(3)[i].clone()
+        part.bias.data = theirs.self_attn.in_proj_bias.data.chunk(3)[i].clone()
+    attention.core.output.load_state_dict(theirs.self_attn.out_proj.state_dict())
+    feedforward.core.hidden.load_state_dict(theirs.linear1.state_dict())
+    feedforward.core.output.load_state_dict(theirs.linear2.state_dict())
+    attention.placement.norm.load_state_dict(theirs.norm1.state_dict())
+    feedforward.placement.norm.load_state_dict(theirs.norm2.state_dict())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("kind", [Encoder, Decoder])
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_eq_14_euler_and_lie_are_the_pre_norm_transformer_of_torch_nn(kind, activation, dtype, tolerance):
+    config = DecoderConfig if kind is Decoder else EncoderConfig
+    model = tiny(kind, config, n_layers=3, block={"feedforward": activation}).to(dtype).train()
+    layers = [nn.TransformerEncoderLayer(8, 2, 32, dropout=0.0, activation=activation, batch_first=True,
+                                         norm_first=True, dtype=dtype) for _ in range(3)]
+    for theirs, ours in zip(layers, model.layers, strict=True):
+        nn.init.normal_(theirs.self_attn.in_proj_bias)  # torch.nn starts these at 0, which would hide a mistake
+        copy_layer(theirs, ours)
+    ids = tokens()
+    z = model.embed(ids).detach().requires_grad_()
+    causal = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=dtype) if kind is Decoder else None
+    wanted = z
+    for layer in layers:
+        wanted = layer(wanted, src_mask=causal, is_causal=kind is Decoder)
+    got = model.evolve(z, None).z
+    assert (got - wanted).abs().max() <= tolerance * wanted.abs().max()
+    weight = torch.randn_like(got)
+    (theirs_z,) = torch.autograd.grad((wanted * weight).sum(), z, retain_graph=True)
+    (ours_z,) = torch.autograd.grad((got * weight).sum(), z, retain_graph=True)
+    assert (ours_z - theirs_z).abs().max() <= 10 * tolerance * theirs_z.abs().max()
+    (wanted * weight).sum().backward()
+    theirs_g = [layer.linear1.weight.grad for layer in layers] + [
+        layer.self_attn.in_proj_weight.grad.chunk(3)[1] for layer in layers]
+    (got * weight).sum().backward()
+    ours_g = [block.feedforward.core.hidden.weight.grad for block in model.layers] + [
+        block.attention.core.key.weight.grad for block in model.layers]
+    for x, y in zip(ours_g, theirs_g, strict=True):
+        assert (x - y).abs().max() <= 10 * tolerance * y.abs().max().clamp(min=1)
+
+
+def test_eqs_32_33_euler_is_bit_for_bit_the_residual_loop():
+    model = decoder(n_layers=3).float()
+    z = wanted = model.embed(tokens())
+    for block in model.layers:
+        for sublayer in (block.attention, block.feedforward):
+            x = sublayer.placement.norm(wanted)
+            wanted = wanted + (sublayer.core(x, causal=True) if sublayer is block.attention else sublayer.core(x))
+    assert torch.equal(model.evolve(z, None).z, wanted)
+
+
+def test_composed_coupling_under_euler_is_the_textbook_layer_too():
+    lie = decoder(n_layers=3)
+    composed = decoder(n_layers=3, block={"coupling": "composed"})
+    composed.load_state_dict(lie.state_dict())
+    ids = tokens()
+    assert (composed(ids) - lie(ids)).abs().max() < 1e-12
+
+
+def test_parallel_coupling_under_euler_adds_both_sublayers_of_the_same_state():
+    model = decoder(block={"coupling": "parallel"})
+    z = wanted = model.embed(tokens())
+    for block in model.layers:
+        a, b = block.attention, block.feedforward
+        wanted = wanted + a.core(a.placement.norm(wanted), causal=True) + b.core(b.placement.norm(wanted))
+    assert (model.evolve(z, None).z - wanted).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("weights", ["piecewise", "shared"])
+@pytest.mark.parametrize("coupling", list(odeformer.COUPLINGS))
+def test_zero_output_projections_make_every_solver_the_identity(weights, coupling):
+    model = silence(tiny(block={"coupling": coupling}, weights=weights))
+    ids = tokens()
+    for name, solver in SOLVERS.items():
+        if solver.name.startswith(("lie", "strang", "yoshida")) and coupling in ("lie", "strang"):
+            continue  # the coupling already splits
+        _, solution = model.with_solver(name)(ids, return_solution=True)
+        assert (solution.z - model.embed(ids)).abs().max() < 1e-14, name
+
+
+@pytest.mark.parametrize(("solver", "nfe"), [("euler", 6), ("midpoint", 12), ("rk4", 24)])
+@pytest.mark.parametrize("coupling", ["lie", "parallel"])
+def test_eqs_42_46_nfe_of_six_layers_counted_by_hooks_on_the_sublayers(solver, nfe, coupling):
+    model = tiny(n_layers=6, block={"coupling": coupling}, solver=solver)
+    calls = []
+    for block in model.layers:
+        for sublayer in block.sublayers:
+            sublayer.core.register_forward_hook(lambda *_: calls.append(1))
+    _, solution = model(tokens(), return_solution=True)
+    assert len(calls) / 2 == nfe == solution.nfe
+    assert solution.states.shape == (7, 2, LENGTH, 8)
+    assert torch.equal(solution.states[-1], solution.z)
+    assert solution.depths == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_rk4_keeps_order_four_across_layers_whose_weights_jump():
+    model = tiny(n_layers=4, block={"coupling": "parallel"})
+    with torch.no_grad():
+        for p in model.layers.parameters():
+            p.mul_(0.5)  # smooth enough that 4 steps a layer are asymptotic
+    z = model.embed(tokens())
+    reference = model.with_solver("rk4", steps_per_layer=64).evolve(z, None).z
+    errors = [(model.with_solver("rk4", steps_per_layer=n).evolve(z, None).z - reference).abs().max() for n in (4, 8)]
+    assert torch.log2(errors[0] / errors[1]) >= 3.8
+
+
+def test_lie_and_strang_couplings_converge_to_the_sum_with_their_orders():
+    model = tiny(n_layers=1, block={"coupling": "parallel"})
+    with torch.no_grad():
+        for p in model.layers.parameters():
+            p.mul_(0.5)
+    z = model.embed(tokens())
+    reference = model.with_solver("rk4", steps_per_layer=128).evolve(z, None).z
+    for coupling, order in (("lie", 1), ("strang", 2)):
+        split = tiny(n_layers=1, block={"coupling": coupling})
+        split.load_state_dict(model.state_dict())
+        errors = [(split.with_solver("rk4", steps_per_layer=n).evolve(z, None).z - reference).abs().max()
+                  for n in (32, 64)]
+        assert abs(torch.log2(errors[0] / errors[1]) - order) < 0.15, coupling
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_changing_the_last_token_moves_no_earlier_output(name):
+    model = decoder(n_layers=2).with_solver(name, steps_per_layer=2)
+    before = tokens()
+    after = before.clone()
+    after[:, -1] = (after[:, -1] + 1) % VOCAB
+    x, y = model(before), model(after)
+    assert (x[:, :-1] - y[:, :-1]).abs().max() < 1e-13
+    assert (x[:, -1] - y[:, -1]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", [name for name, solver in SOLVERS.items() if solver.is_adaptive])
+def test_adaptive_solvers_refuse_a_causal_model_and_say_why(name):
+    with pytest.raises(ValueError, match="later tokens move earlier outputs"):
+        decoder().with_solver(name)(tokens())
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("solver", ["euler", "rk4", "ab2", "dopri5"])
+def test_padding_changes_no_state_of_a_real_token(kind, solver):
+    if kind == "decoder" and SOLVERS[solver].is_adaptive:
+        pytest.skip("refused, see above")
+    model = (decoder() if kind == "decoder" else tiny()).with_solver(solver)
+    short = tokens(length=7)
+    padded = torch.cat([short, tokens(length=5)], 1)
+    mask = torch.arange(LENGTH).expand(2, -1) < 7
+    alone, a = model(short, return_solution=True)
+    together, b = model(padded, mask, return_solution=True)
+    assert (alone - together[:, :7]).abs().max() < 1e-12
+    assert a.nfe == b.nfe
+
+
+def test_a_row_without_a_single_real_token_stays_finite_with_its_gradients():
+    for model in (tiny(), decoder()):
+        mask = torch.ones(2, LENGTH, dtype=torch.bool)
+        mask[0] = False
+        mask[1, :3] = False  # left padding: under a causal mask these rows see nothing
+        out = model(tokens(), mask)
+        assert out.isfinite().all()
+        out.sum().backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_dropout_draws_one_mask_a_solve_which_all_stages_and_steps_share():
+    model = tiny(n_layers=2, block={"dropout": 0.5, "coupling": "parallel"}, weights="shared").train()
+    seen = []
+    model.layers[0].attention.core.register_forward_hook(
+        lambda _, __, y: seen.append(y))
+    drawn = []
+    original = odeformer.block.Context.drop
+
+    def spy(self, site, p, x):
+        y = original(self, site, p, x)
+        if site is model.layers[0].attention:
+            drawn.append((y != 0).flatten())
+        return y
+
+    odeformer.block.Context.drop = spy
+    try:
+        model.with_solver("rk4", steps_per_layer=2)(tokens())
+    finally:
+        odeformer.block.Context.drop = original
+    assert len(drawn) == 16
+    assert all(torch.equal(drawn[0], mask) for mask in drawn)
+    assert 0.3 < drawn[0].float().mean() < 0.7
+    x, y = model(tokens()), model(tokens())
+    assert not torch.equal(x, y)
+    model.eval()
+    ids = tokens()
+    assert torch.equal(model(ids), model(ids))
+
+
+def test_with_solver_shares_the_parameters_and_leaves_the_model_as_it_was():
+    model = tiny()
+    other = model.with_solver("rk4", steps_per_layer=3)
+    assert model.config.depth.solver == "euler" and other.config.depth.solver == "rk4"
+    assert [p.data_ptr() for p in model.parameters()] == [p.data_ptr() for p in other.parameters()]
+    back = other.with_solver("dopri5", rtol=1e-4).with_solver("ab2", across_pieces=True)
+    assert back.config.depth.rtol is None and back.config.depth.solver_options == {"across_pieces": True}
+    _, solution = back.with_solver("ab2", across_pieces=True, steps_per_layer=1)(tokens(), return_solution=True)
+    assert solution.nfe == 3  # the starter's two, then one a step
+
+
+def test_eq_38_ab2_across_layers_is_the_dense_two_term_fusion():
+    model = tiny(n_layers=4, block={"coupling": "composed"}).with_solver("ab2", across_pieces=True)
+    z = model.embed(tokens())
+
+    def f(block, z):
+        a, b = block.attention, block.feedforward
+        y = z + a.core(a.placement.norm(z))
+        return y + b.core(b.placement.norm(y)) - z
+
+    first = f(model.layers[0], z)
+    z1 = z + f(model.layers[0], z + first / 2)  # starter: midpoint
+    history = [first]
+    for block in model.layers[1:]:
+        k = f(block, z1)
+        z1 = z1 + 1.5 * k - 0.5 * history[-1]
+        history.append(k)
+    assert (model.evolve(z, None).z - z1).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("gradient", ["backprop", "checkpoint"])
+def test_gradient_modes_agree_under_dropout(gradient):
+    ids = tokens()
+    grads = []
+    for mode in ("backprop", gradient):
+        torch.manual_seed(1)
+        model = tiny(block={"dropout": 0.3}, gradient=mode, solver="rk4").train()
+        torch.manual_seed(2)
+        model(ids).square().sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert (grads[0] - grads[1]).abs().max() < 1e-12 * grads[0].abs().max()
+
+
+def test_bfloat16_weights_and_autocast_keep_the_depth_state_in_float32():
+    model = tiny(n_layers=6).float()
+    ids = tokens()
+    wanted = model(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, solution = model(ids, return_solution=True)
+    assert solution.z.dtype == torch.float32
+    assert (model.final_norm(solution.z) - wanted).norm() < 0.02 * wanted.norm()
+    half = model.bfloat16()
+    assert half(ids).dtype == torch.bfloat16
+    assert (half(ids).float() - wanted).norm() < 0.03 * wanted.norm()
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "tied", "vision", "shared"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_saved_and_loaded_models_give_the_same_outputs_bit_for_bit(kind, dtype, tmp_path):
+    block = BlockConfig(8, 2, attention_options={"bias": False}, norm_options={"kind": "rms"})
+    if kind == "vision":
+        model = VisionEncoder(VisionConfig(image_size=4, patch_size=2, channels=1, n_classes=3, n_layers=2,
+                                           block=block))
+        nn.init.normal_(model.head.weight)
+        x = torch.randn(2, 1, 4, 4, dtype=dtype)
+    else:
+        config = {"vocab_size": VOCAB, "max_seq_len": LENGTH, "n_layers": 2, "block": block}
+        depth = DepthConfig(solver="rk4", weights="shared" if kind == "shared" else "piecewise")
+        model = (Encoder(EncoderConfig(**config, depth=depth)) if kind == "encoder" else
+                 Decoder(DecoderConfig(**config, depth=depth, tie_embeddings=kind == "tied")))
+        x = tokens()
+    model = model.to(dtype).eval()
+    model.save(tmp_path / "model")
+    again = odeformer.load(tmp_path / "model")
+    assert torch.equal(model(x), again(x))
+    assert again.config == model.config
+    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_loading_says_what_is_wrong(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        odeformer.load(tmp_path)
+    folder = tmp_path / "model"
+    tiny().save(folder)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        odeformer.load(folder)
+    (folder / "model.safetensors").write_bytes(whole)
+    stored = json.loads((folder / "config.json").read_text())
+    stored["config"]["n_layers"] = 3
+    (folder / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="does not fit"):
+        odeformer.load(folder)
+    stored["config"]["layers"] = 3
+    (folder / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="unknown key 'layers'"):
+        odeformer.load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not a model's config"):
+        odeformer.load(folder)
+
+
+def test_a_config_that_json_cannot_hold_is_refused_on_saving(tmp_path):
+    model = tiny(solver=SOLVERS["rk4"])
+    with pytest.raises(ValueError, match=r"config\.depth\.solver must be a name"):
+        model.save(tmp_path)
+
+
+def test_an_own_class_works_wherever_a_name_does():
+    class Twice(nn.Module):
+        def __init__(self, d_model, d_ff):
+            super().__init__()
+            self.output = nn.Linear(d_model, d_model)
+
+        def forward(self, x):
+            return 2 * self.output(x)
+
+    model = tiny(block={"feedforward": Twice}, solver=SOLVERS["midpoint"])
+    assert model(tokens()).shape == (2, LENGTH, 8)
+
+
+def wrong(call, error, *words):
+    with pytest.raises(error) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value), (word, str(caught.value))
+
+
+def test_wrong_configurations_name_the_argument_and_list_what_is_known():
+    wrong(lambda: BlockConfig(10, 3), ValueError, "d_model", "n_heads", "10", "3")
+    wrong(lambda: BlockConfig(8, 2, attention="softmaxx"), ValueError, "attention", "softmaxx", "did you mean 'softmax'")
+    wrong(lambda: BlockConfig(8, 2, norm="batch"), ValueError, "norm", "batch", "known:", "pre")
+    wrong(lambda: BlockConfig(8, 2, coupling="li"), ValueError, "coupling", "composed")
+    wrong(lambda: BlockConfig(8, 2, dropout=1.0), ValueError, "dropout")
+    wrong(lambda: BlockConfig(8.0, 2), TypeError, "d_model")
+    wrong(lambda: tiny(block={"attention_options": {"biass": True}}), ValueError, "biass", "attention", "known: bias")
+    wrong(lambda: DepthConfig(solver="rk5"), ValueError, "unknown solver 'rk5'", "rk4")
+    wrong(lambda: DepthConfig(steps_per_layer=0), ValueError, "steps_per_layer")
+    wrong(lambda: DepthConfig(n_steps=4, steps_per_layer=2), ValueError, "n_steps", "steps_per_layer")
+    wrong(lambda: DepthConfig(weights="sharde"), ValueError, "weights", "shared")
+    wrong(lambda: DepthConfig(gradient="exact"), ValueError, "gradient", "backprop")
+    wrong(lambda: DepthConfig(rtol=1e-3), ValueError, "rtol", "euler")
+    wrong(lambda: tiny().with_solver("rk4", steps=3), ValueError, "steps", "rk4")
+    wrong(lambda: tiny(n_layers=0), ValueError, "n_layers")
+    wrong(lambda: tiny(n_layers=2, n_steps=3)(tokens()), ValueError, "n_steps", "multiple")
+    wrong(lambda: VisionConfig(image_size=9, patch_size=2, n_classes=2, n_layers=1, block=BlockConfig(8, 2)),
+          ValueError, "image_size", "patch_size")
+    wrong(lambda: from_dict(EncoderConfig, {"vocab": 3}), ValueError, "vocab", "vocab_size")
+
+
+def test_wrong_inputs_name_the_argument():
+    model = tiny()
+    wrong(lambda: model(tokens().float()), TypeError, "tokens", "float32")
+    wrong(lambda: model(tokens()[0]), ValueError, "tokens", "(batch, tokens)")
+    wrong(lambda: model(tokens() + VOCAB), ValueError, "tokens", "vocab_size")
+    wrong(lambda: model(tokens() - VOCAB), ValueError, "tokens", "vocab_size")
+    wrong(lambda: model(tokens(length=LENGTH + 1)), ValueError, "tokens", "max_seq_len")
+    wrong(lambda: model(tokens(), torch.ones(2, LENGTH)), TypeError, "mask", "bool")
+    wrong(lambda: model(tokens(), torch.ones(2, 3, dtype=torch.bool)), ValueError, "mask", "(2, 3)")
+    vision = VisionEncoder(VisionConfig(image_size=4, patch_size=2, channels=1, n_classes=3, n_layers=1,
+                                        block=BlockConfig(8, 2)))
+    wrong(lambda: vision(torch.zeros(1, 1, 5, 4)), ValueError, "images", "(1, 1, 5, 4)")
+    wrong(lambda: vision(torch.zeros(1, 1, 4, 4, dtype=torch.int64)), TypeError, "images", "int64")
