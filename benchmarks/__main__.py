@@ -1,12 +1,14 @@
-"""python -m benchmarks run NAME | plot NAME | list."""
+"""python -m benchmarks run NAME | plot NAME | readme | list."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks import runner
+from odeformer.files import write_atomically
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,12 +22,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument("--resume", action="store_true", help="keep the rows of an earlier run that was stopped")
     plot = commands.add_parser("plot", help="draw the plot of results that are there")
     plot.add_argument("name", metavar="NAME", help="a name from `list`")
+    commands.add_parser("readme", help="put the results' tables into README.md")
     commands.add_parser("list", help="what there is")
     args = parser.parse_args(argv)
     try:
         if args.command == "list":
             for name, what in runner.BENCHMARKS.items():
                 print(f"{name:<18}{what}")
+            return 0
+        if args.command == "readme":
+            readme = Path(__file__).parent.parent / "README.md"
+            text = runner.fill(readme.read_text(encoding="utf-8"))
+            write_atomically(readme, lambda beside: beside.write_text(text, encoding="utf-8"))
             return 0
         if args.command == "run":
             if args.seeds is not None and args.seeds < 1:

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -92,6 +93,17 @@ def plot(name: str) -> Path:
     write_atomically(picture, lambda beside: figure.savefig(beside, format="png", dpi=130))
     print(f"wrote {picture.relative_to(Path.cwd()) if picture.is_relative_to(Path.cwd()) else picture}")
     return picture
+
+
+def fill(text: str) -> str:
+    """README text with every block ``<!-- results: NAME -->`` ... ``<!-- end -->`` replaced by that table."""
+
+    def block(match: re.Match) -> str:
+        module = find(match[1])
+        body = table(module.COLUMNS, module.summary(read_rows(RESULTS / f"{match[1]}.json")))
+        return f"<!-- results: {match[1]} -->\n{body}\n<!-- end -->"
+
+    return re.sub(r"<!-- results: (\w+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
 
 
 def key(case: dict[str, Any]) -> str:

@@ -12,9 +12,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args) or 0
-    except (ValueError, TypeError, FileNotFoundError, ImportError, OSError, FloatingPointError) as error:
+    except (ValueError, TypeError, ImportError, OSError, FloatingPointError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _is_numerical(error):
+            raise
         print(f"odeformer {args.command}: {error}", file=sys.stderr)
         return 2
+
+
+def _is_numerical(error: RuntimeError) -> bool:
+    from odeformer.depth import SolverError
+
+    return isinstance(error, SolverError)
 
 
 def _parser() -> argparse.ArgumentParser:

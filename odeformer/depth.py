@@ -12,7 +12,9 @@ import solvers
 from odeformer.context import Context
 from odeformer.tables import at_least, look_up
 from odeformer.weights import WEIGHTS
-from solvers import Solution
+from solvers import Solution, SolverError
+
+__all__ = ["DepthConfig", "Solution", "SolverError", "integrate"]
 
 SPLITTINGS = {"lie": solvers.LieTrotter, "strang": solvers.Strang}
 

@@ -1,0 +1,111 @@
+"""The commands odeformer and python -m benchmarks."""
+
+import json
+
+import pytest
+
+from benchmarks import runner
+from benchmarks.__main__ import main as benchmarks
+from odeformer.cli import main
+from solvers import SOLVERS
+
+
+def test_solvers_lists_every_solver(capsys):
+    assert main(["solvers"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert names == list(SOLVERS)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_stability_goes_from_numbers_to_a_picture_on_disk(suffix, tmp_path, capsys):
+    path = tmp_path / f"region.{suffix}"
+    assert main(["stability", "--solver", "rk4", "ab2", "--out", str(path)]) == 0
+    head = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]
+    assert path.read_bytes().startswith(head)
+    assert str(path) in capsys.readouterr().out
+
+
+def test_wrong_names_come_out_as_one_line(tmp_path, capsys):
+    assert main(["stability", "--solver", "rk5", "--out", str(tmp_path / "x.png")]) == 2
+    assert "unknown solver 'rk5'" in capsys.readouterr().err
+    assert main(["stability", "--out", str(tmp_path / "x.bmpp")]) == 2
+    assert "bmpp" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+    assert benchmarks(["run", "accuracy"]) == 2
+    assert "accuracy_vs_nfe" in capsys.readouterr().err
+    assert benchmarks(["run", "overhead", "--preset", "fast"]) == 2
+    assert "quick" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["fly"])
+    assert caught.value.code == 2
+
+
+def test_benchmarks_list_and_every_listed_one_has_what_the_runner_needs(capsys):
+    assert benchmarks(["list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(runner.BENCHMARKS)
+    for name in runner.BENCHMARKS:
+        module = runner.find(name)
+        assert {"quick", "cpu"} <= module.PRESETS.keys()
+        assert list(module.cases(module.PRESETS["quick"], 1))
+        for attribute in ("measure", "summary", "draw", "COLUMNS", "WORKERS"):
+            assert hasattr(module, attribute), (name, attribute)
+
+
+def test_committed_results_can_be_read_tabled_and_drawn():
+    from matplotlib.figure import Figure
+
+    for name in runner.BENCHMARKS:
+        path = runner.RESULTS / f"{name}.json"
+        rows, module = runner.read_rows(path), runner.find(name)
+        assert len(list(module.summary(rows))) > 3
+        module.draw(rows, Figure())
+        meta = json.loads(path.read_text())["meta"]
+        assert {"command", "torch", "machine", "revision"} <= meta.keys()
+
+
+def test_a_stopped_benchmark_keeps_its_rows_and_resumes(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    class Module:
+        PRESETS = {"quick": {"seeds": 1}}
+        COLUMNS = ("case", "value")
+        WORKERS = 1
+
+        @staticmethod
+        def cases(settings, seeds):
+            return [{"n": n} for n in range(4)]
+
+        @staticmethod
+        def measure(case):
+            if case["n"] == 2 and len(calls) < 3:
+                calls.append("stop")
+                raise KeyboardInterrupt
+            calls.append(case["n"])
+            return [{"value": case["n"] ** 2}]
+
+        @staticmethod
+        def summary(rows):
+            return [(row["case"]["n"], row["value"]) for row in rows]
+
+        @staticmethod
+        def draw(rows, figure):
+            figure.subplots().plot([row["value"] for row in rows])
+
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    monkeypatch.setattr(runner, "find", lambda name: Module)
+    assert benchmarks(["run", "toy"]) == 130
+    assert "--resume" in capsys.readouterr().err
+    assert [row["value"] for row in runner.read_rows(tmp_path / "toy.json")] == [0, 1]
+    assert benchmarks(["run", "toy", "--resume"]) == 0
+    assert calls == [0, 1, "stop", 2, 3]
+    assert [row["value"] for row in runner.read_rows(tmp_path / "toy.json")] == [0, 1, 4, 9]
+    assert "| 3    | 9     |" in capsys.readouterr().out
+    assert (tmp_path / "toy.png").stat().st_size > 1000
+
+
+def test_the_tables_in_the_readme_are_those_of_the_committed_results():
+    text = (runner.RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
+    assert "<!-- results: accuracy_vs_nfe -->" in text
+    assert runner.fill(text) == text
+    assert runner.fill(text.replace("| euler", "| eular")) == text
