@@ -13,9 +13,12 @@ from odeformer.context import Context
 from odeformer.tables import at_least, look_up
 from odeformer.weights import WEIGHTS
 from solvers import Solution, SolverError
+from solvers.imex import ImexRungeKutta
+from solvers.splitting import Splitting
 
 __all__ = ["DepthConfig", "Solution", "SolverError", "integrate"]
 
+TAKES_PARTS = (Splitting, ImexRungeKutta)  # solvers that treat a field's parts by themselves
 SPLITTINGS = {"lie": solvers.LieTrotter, "strang": solvers.Strang}
 
 
@@ -55,29 +58,30 @@ class DepthConfig:
                 raise ValueError(f"{name} is for adaptive solvers; {solver.name!r} takes fixed steps")
 
     def make_solver(self) -> Any:
-        """The solver, with its options."""
+        """The solver, with its options. One with learned coefficients is a module, made anew."""
         return solvers.get_solver(self.solver, **self.solver_options)
 
 
-def integrate(f: Any, z: Tensor, config: DepthConfig, n_layers: int, context: Context, *,
+def integrate(f: Any, z: Tensor, solver: Any, config: DepthConfig, n_layers: int, context: Context, *,
               save: bool = False) -> Solution:
-    """Take z (batch, tokens, d_model) from l = 0 to l = n_layers.
+    """Take z (batch, tokens, d_model) from l = 0 to l = n_layers with ``solver``, made once by ``config.make_solver()``.
 
-    A coupling that splits (lie, strang) wraps a fixed-step solver; an adaptive one integrates the sum of the parts,
-    to which splitting converges as h goes to 0. ``save`` keeps the state at every step (adaptive: at every layer).
+    A coupling that splits (lie, strang) wraps a fixed-step solver, unless that splits by itself (``strang``,
+    ``imex_euler``); an adaptive one integrates the sum of the parts, to which splitting converges as h goes to 0. ``save`` keeps the state at every step (adaptive: at every layer).
 
-    Raises ValueError for an adaptive solver in a causal model.
+    Raises ValueError for an adaptive or implicit solver in a causal model.
     """
-    solver, span = config.make_solver(), (0.0, float(n_layers))
+    span = (0.0, float(n_layers))
+    if context.causal and (solver.is_adaptive or solver.is_implicit):
+        kind, chosen = (("adaptive", "step sizes chosen from") if solver.is_adaptive else
+                        ("implicit", "iterations that stop at an error measured over"))
+        raise ValueError(f"solver {solver.name!r} is {kind} and this model is causal: {chosen} a whole sequence let "
+                         "later tokens move earlier outputs. Use an explicit fixed-step solver, such as 'rk4'")
     if solver.is_adaptive:
-        if context.causal:
-            raise ValueError(
-                f"solver {solver.name!r} is adaptive and this model is causal: step sizes chosen from a whole sequence "
-                "let later tokens move earlier outputs. Use a fixed-step solver, such as 'rk4'")
         return solvers.solve(f, z, span=span, solver=solver, rtol=config.rtol, atol=config.atol, mask=context.mask,
                              gradient=config.gradient, save_at=range(n_layers + 1) if save else None)
     splitting = _splitting(f)
-    if splitting is not None:
+    if splitting is not None and not isinstance(solver, TAKES_PARTS):
         solver = SPLITTINGS[splitting](solver)
     n_steps = config.n_steps or n_layers * config.steps_per_layer
     return solvers.solve(f, z, span=span, solver=solver, n_steps=n_steps, mask=context.mask, gradient=config.gradient,

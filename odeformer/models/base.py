@@ -28,6 +28,7 @@ class DepthModel(nn.Module):
         super().__init__()
         at_least("n_layers", config.n_layers, 1)
         self.config = config
+        self.solver = config.depth.make_solver()  # a submodule where it has learned coefficients
         block = config.block
         self.layers = build(WEIGHTS, config.depth.weights, "weights", config.n_layers, lambda: Block(block),
                             options=config.depth.weights_options)
@@ -44,10 +45,10 @@ class DepthModel(nn.Module):
         """Integrate z (batch, tokens, d_model) from l = 0 to n_layers; a Solution."""
         context = Context(mask=mask, causal=self.causal, training=self.training)
         field = self.layers.field(self.config.block.coupling, context)
-        return integrate(field, z, self.config.depth, self.config.n_layers, context, save=save)
+        return integrate(field, z, self.solver, self.config.depth, self.config.n_layers, context, save=save)
 
     def with_solver(self, solver: Any, **options: Any) -> Self:
-        """The same parameters under another solver (a name or an object).
+        """The same parameters under another solver (a name or an object; one with learned coefficients brings its own).
 
         Options that DepthConfig has (steps_per_layer, rtol, gradient, ...) go there, others to the solver.
         """
@@ -64,6 +65,10 @@ class DepthModel(nn.Module):
         other = copy.copy(self)
         other._modules, other._parameters = dict(self._modules), dict(self._parameters)
         other.config = replace(self.config, depth=replace(self.config.depth, solver=solver, **depth))
+        other._modules.pop("solver", None)
+        other.solver = other.config.depth.make_solver()
+        if isinstance(other.solver, nn.Module):
+            other.solver.to(next(self.layers.parameters()).device)
         return other
 
     def save(self, folder: str | Path) -> None:
