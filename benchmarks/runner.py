@@ -29,6 +29,8 @@ from odeformer.tables import look_up
 RESULTS = Path(__file__).parent / "results"
 BENCHMARKS = {
     "accuracy_vs_nfe": "accuracy against NFE on real images, for solvers in training and after it",
+    "work_precision": "error against NFE for every method and for other libraries, on problems with known answers",
+    "gradients": "gradient error, evaluations and memory of each gradient mode, against the number of steps",
     "overhead": "what solve() costs over bare calls of the field, and beside torchdiffeq",
 }
 
