@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from solvers.base import Evaluator, State, Step, add
 from solvers.coefficients import EXPLICIT
 from solvers.tableau import Tableau
@@ -26,7 +28,7 @@ class ExplicitRungeKutta:
     is_implicit = False
     is_adaptive = False
     is_reversible = False
-    gradients = ("backprop", "checkpoint")
+    gradients = ("backprop", "checkpoint", "checkpoint_recursive", "adjoint")
 
     def __post_init__(self) -> None:
         t = self.tableau
@@ -85,6 +87,26 @@ class ExplicitRungeKutta:
         for i, weight in self._weights:
             z = add(z, h * weight, ks[i])
         return z
+
+    def error(self, h: float, ks: list[State]) -> State:
+        """h Σ (b_i - b_hat_i) k_i: the propagated solution less the embedded one, shaped like the state.
+
+        ``ks`` holds every stage of the tableau. ``stages`` leaves out those that only the estimate needs (an FSAL
+        stage, f at the end of the step, above all): append them first. Raises ValueError: no embedded row, or
+        another number of stages.
+        """
+        t = self.tableau
+        if t.b_hat is None:
+            raise ValueError(f"{self.name} has no embedded row b_hat, so it gives no error estimate")
+        if len(ks) != t.n_stages:
+            raise ValueError(f"ks must hold all {t.n_stages} stages of {self.name}, those that only the error estimate "
+                             f"needs included; got {len(ks)}")
+        weights = [(h * (x - y), k) for x, y, k in zip(t.b, t.b_hat, ks, strict=True) if x != y]
+        weight, k = weights[0] if weights else (0.0, ks[0])
+        error = k * weight if isinstance(k, Tensor) else tuple(x * weight for x in k)
+        for weight, k in weights[1:]:
+            error = add(error, weight, k)
+        return error
 
 
 METHODS = {name: ExplicitRungeKutta(tableau, name) for name, tableau in EXPLICIT.items()}

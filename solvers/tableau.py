@@ -7,10 +7,11 @@ A method of s stages reads k_i = f(z + h Σ_j a_ij k_j, l + c_i h), z' = z + h �
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 from numbers import Rational
 
 MAX_ORDER = 8  # conditions are checked up to here: 200 trees
@@ -18,7 +19,7 @@ MAX_ORDER = 8  # conditions are checked up to here: 200 trees
 Tree = tuple["Tree", ...]  # a rooted tree is the sorted tuple of its branches
 
 
-@lru_cache(maxsize=None)
+@cache
 def trees(order: int) -> tuple[Tree, ...]:
     """All rooted trees with ``order`` nodes.
 
@@ -47,32 +48,59 @@ def density(tree: Tree) -> int:
     return size(tree) * math.prod(map(density, tree))
 
 
+@cache
+def _catalogue() -> tuple[tuple[tuple[int, ...], int, int], ...]:
+    """All trees up to MAX_ORDER, small ones first: (places of the branches in this catalogue, size, density)."""
+    listed = [tree for order in range(1, MAX_ORDER + 1) for tree in trees(order)]
+    place = {tree: i for i, tree in enumerate(listed)}
+    return tuple((tuple(place[branch] for branch in tree), size(tree), density(tree)) for tree in listed)
+
+
 def order_of(a: Sequence[Sequence], b: Sequence) -> int:
     """The order of (a, b), at most 8, by rooted trees; in exact arithmetic where every coefficient is rational."""
-    exact = all(isinstance(x, Rational) for x in (*b, *(x for row in a for x in row)))
+    return orders_of(a, b)[0]
+
+
+def orders_of(a: Sequence[Sequence], *weights: Sequence) -> list[int]:
+    """The order of (a, b) for each b in ``weights``; the elementary weights Φ(t) are computed once for all of them."""
+    exact = all(isinstance(x, Rational) for row in (*weights, *a) for x in row)
+    d = 1
     if exact:  # integers over common denominators: no fractions are reduced on the way
-        d = math.lcm(*(Fraction(x).denominator for row in a for x in row))
-        e = math.lcm(*(Fraction(x).denominator for x in b))
-        a, b = [[int(x * d) for x in row] for row in a], [int(x * e) for x in b]
-    known: dict[Tree, list] = {}
+        a, d = _integers(a)
+    tests = [_condition(b, d, exact) for b in weights]
+    orders = [MAX_ORDER] * len(weights)
+    sparse = [[(j, x) for j, x in enumerate(row) if x] for row in a]
+    grown: list[list] = []  # a Φ(t): the factor that t gives as a branch
+    for branches, nodes, gamma in _catalogue():
+        phi = list(map(math.prod, zip(*(grown[i] for i in branches), strict=True))) if branches else [1] * len(a)
+        if nodes < MAX_ORDER:
+            grown.append([sum([x * phi[j] for j, x in row]) for row in sparse])
+        for i, holds in enumerate(tests):
+            if orders[i] >= nodes and not holds(phi, nodes, gamma):
+                orders[i] = nodes - 1
+        if max(orders) < nodes:
+            break
+    return orders
 
-    def phi(tree: Tree) -> list:
-        if tree not in known:
-            branches = [[sum(x * y for x, y in zip(row, phi(t), strict=False)) for row in a] for t in tree]
-            known[tree] = [math.prod(column) for column in zip(*branches, strict=True)] if tree else [1] * len(a)
-        return known[tree]
 
-    def holds(tree: Tree) -> bool:
-        terms = [x * y for x, y in zip(b, phi(tree), strict=True)]
+def _integers(rows: Sequence[Sequence[Rational]]) -> tuple[list[list[int]], int]:
+    d = math.lcm(*(x.denominator for row in rows for x in row))
+    return [[x.numerator * (d // x.denominator) for x in row] for row in rows], d
+
+
+def _condition(b: Sequence, d: int, exact: bool) -> Callable[[list, int, int], bool]:
+    """γ(t) Σ_i b_i Φ_i(t) = 1, where Φ is over d^(size - 1) if exact."""
+    if exact:
+        (b,), e = _integers([b])
+
+    def holds(phi: list, nodes: int, gamma: int) -> bool:
+        terms = list(map(operator.mul, b, phi))
         if exact:
-            return sum(terms) * density(tree) == e * d ** (size(tree) - 1)
-        scale = max(1.0, sum(map(abs, terms)) * density(tree))
-        return abs(sum(terms) * density(tree) - 1.0) <= 1e-11 * scale
+            return sum(terms) * gamma == e * d ** (nodes - 1)
+        scale = max(1.0, sum(map(abs, terms)) * gamma)
+        return abs(sum(terms) * gamma - 1.0) <= 1e-11 * scale
 
-    for order in range(1, MAX_ORDER + 1):
-        if not all(map(holds, trees(order))):
-            return order - 1
-    return MAX_ORDER
+    return holds
 
 
 @dataclass(frozen=True)
@@ -106,8 +134,8 @@ class Tableau:
         n = len(b)
         explicit = all(len(row) == i for i, row in enumerate(rows))
         if n == 0 or len(rows) != n or not (explicit or all(len(row) == n for row in rows)):
-            raise ValueError(f"a must have one row a stage ({n} from b), strictly lower and ragged ([[], [0.5]]) or full; "
-                             f"got rows of length {[len(row) for row in rows]}")
+            raise ValueError(f"a must have one row a stage ({n} from b), strictly lower and ragged ([[], [0.5]]) or "
+                             f"full; got rows of length {[len(row) for row in rows]}")
         if not explicit and all(row[j] == 0 for i, row in enumerate(rows) for j in range(i, n)):
             explicit, rows = True, [row[:i] for i, row in enumerate(rows)]
         if b_hat is not None and len(b_hat) != n:
@@ -116,12 +144,12 @@ class Tableau:
         if not all(math.isfinite(x) for x in entries):
             raise ValueError("a, b and b_hat must be finite numbers")
         self._check_nodes(rows)
-        order = order_of(rows, b)
+        order, *embedded = orders_of(rows, b, *([] if b_hat is None else [b_hat]))
         if order == 0:
             raise ValueError(f"b must sum to 1, or the method is not consistent; it sums to {float(sum(b)):.12g}")
         if self.order is not None and order < self.order:
             raise ValueError(f"the coefficients give order {order}, not the stated order {self.order}")
-        embedded = None if b_hat is None else order_of(rows, b_hat)
+        embedded = embedded[0] if embedded else None
         if embedded == 0:
             raise ValueError(f"b_hat must sum to 1; it sums to {float(sum(b_hat)):.12g}")
         put = object.__setattr__
