@@ -116,8 +116,8 @@ class Adaptive:
                   mask: Tensor | None, work: Work) -> tuple[State, Record]:
         """The state at the end of the last piece; states at ``save_at`` (ordered along the span).
 
-        Two evaluations choose the first step, one begins each further piece, then n_stages - 1 a trial step of an FSAL
-        tableau and n_stages of another. Raises SolverError; ValueError for a norm beside a mask.
+        Two evaluations choose the first step (one if it is given), one begins each further piece, then n_stages - 1 a
+        trial step of an FSAL tableau and n_stages of another. Raises SolverError; ValueError for a norm beside a mask.
         """
         run = _Run(self, z, mask, rtol, atol, work)
         y, h = run.begin(z, pieces[0].l0), self.first_step

@@ -43,9 +43,10 @@ INITIAL: dict[str, Callable[[int], Row]] = {"residual": _residual, "average": _a
 class Dense(Learned):
     """z_{n+1} = Σ_{i<=n} a_{n,i} z_i + Σ_{i<=n} b_{n,i} h f_i, every weight learned (eq. 38; DLCL, Wang et al. 2019).
 
-    ``n_steps``: the most steps a solve may take; each has its own row of weights. History goes on across pieces
-    of f, so that with one step a layer this is a network with links to all earlier layers, one evaluation a layer.
-    h f_i is kept as it was, with the h of its own step.
+    ``n_steps``: the steps that have a row of weights of their own. Give it the number of steps a solve takes; further
+    steps use the last row again (the last ``stride`` rows in turn), which then reaches back n_steps points. History
+    goes on across pieces of f, so that with one step a layer this is a network with links to all earlier layers, one
+    evaluation a layer. h f_i is kept as it was, with the h of its own step.
 
     ``initial``: where the weights start, by name:
 
@@ -61,7 +62,8 @@ class Dense(Learned):
 
     Once trained no order holds. ``attained_order`` reports it, ``matrices`` shows the weights.
 
-    Raises ValueError: an unknown ``initial``, "ab2" with links left out, numbers that are not positive ints.
+    Raises ValueError: an unknown ``initial``, "ab2" with links left out, numbers that are not positive ints, a stride
+    above n_steps.
     """
 
     name = "dense"
@@ -81,8 +83,10 @@ class Dense(Learned):
         if initial == "ab2" and (window == 1 or stride > 1):
             raise ValueError(f'initial="ab2" links every step to the one before, which window = {window} and '
                              f"stride = {stride} leave out")
-        self.n_steps = n_steps
-        self.reach = n_steps if window is None else window
+        if stride > n_steps:
+            raise ValueError(f"stride = {stride} leaves no dense step among n_steps = {n_steps}")
+        self.n_steps, self.stride = n_steps, stride
+        self.reach = n_steps if window is None else min(window, n_steps)
         self.starter = None if starter is None else find_starter(starter, 1)
         self.nodes, self._places = ((0.0,), ()) if self.starter is None else nodes_with(self.starter, 0.0)
         linked = [(n + 1) % stride == 0 for n in range(n_steps)]
@@ -95,7 +99,7 @@ class Dense(Learned):
     @property
     def n_history(self) -> int:
         """Earlier points a step may need, besides the current one."""
-        return min(self.n_steps, self.reach) - 1
+        return self.reach - 1
 
     def nfe(self, n_steps: int) -> int:
         """Evaluations of f in n_steps steps: one a step, and those that the starter adds to the first."""
@@ -134,11 +138,8 @@ class Dense(Learned):
         return Past() if memory is None else memory
 
     def step(self, f: Evaluator, z: State, step: Step, memory: Past) -> tuple[State, Past]:
-        """The state at step.l + step.h. Raises ValueError beyond n_steps."""
+        """The state at step.l + step.h."""
         n = memory.n
-        if n >= self.n_steps:
-            raise ValueError(f"dense has weights for n_steps = {self.n_steps} steps, and this solve takes more: make "
-                             "it with get_solver('dense', n_steps=...)")
         if n == 0 and self.starter is not None:
             ahead, k = start(self.starter, self._places, f, z, step)
             increment = add(ahead, -1.0, z)
@@ -146,15 +147,16 @@ class Dense(Learned):
             k = f(z, step.at[self.nodes.index(0.0)])
             increment = _scaled(step.h, k)
         zs, gs = (*memory.zs, z), (*memory.gs, increment)
-        new = self._combine(n, zs, gs)
+        row = n if n < self.n_steps else self.n_steps - self.stride + (n - self.n_steps) % self.stride
+        new = self._combine(row, zs, gs)
         if n == 0 and self.starter is not None:
             gs = (_scaled(step.h, k),)
         keep = self.reach - 1
         return new, Past(n + 1, zs[max(0, len(zs) - keep):], gs[max(0, len(gs) - keep):])
 
-    def _combine(self, n: int, zs: tuple[State, ...], gs: tuple[State, ...]) -> State:
-        """Row n: the sum over its links."""
-        k, end = self.n_links[n], self._ends[n]
+    def _combine(self, row: int, zs: tuple[State, ...], gs: tuple[State, ...]) -> State:
+        """The sum over the links of a row."""
+        k, end = self.n_links[row], self._ends[row]
         a, b = (x[end - k:end].unbind() for x in (self.a, self.b))
         new = times(a[-1], zs[-1])
         for weight, x in (*zip(a[:-1], zs[-k:], strict=False), *zip(b, gs[-k:], strict=True)):

@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from solvers.base import Evaluator, Solver, SolverError, State, Step, Work, tensors
@@ -52,7 +52,7 @@ def implicit(solver: Solver) -> Advance:
 
 
 GRADIENTS: dict[str, Callable[[Solver], Advance]] = {"backprop": backprop, "checkpoint": checkpoint,
-                                                         "implicit": implicit}
+                                                     "implicit": implicit}
 
 
 @dataclass
@@ -82,6 +82,10 @@ class Whole:
         if params is not None:
             params = [*(x for x in params if x.requires_grad), *ends]
         self.captured = Captured(self.mode, params)
+        for method in (solver, getattr(solver, "base", None)):
+            for x in method.parameters() if isinstance(method, nn.Module) else ():  # learned coefficients
+                if x.requires_grad:
+                    self.captured.add(x)
         self.report = Report()
         self.grads: Grads = []
         self.pieces = [self._record(piece) for piece in pieces]

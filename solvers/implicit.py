@@ -69,8 +69,8 @@ class Implicit:
     those of the backward pass in ``nfe_backward``. The stages are solved outside autograd and differentiated by the
     implicit function theorem, to the tolerance ``tol``, for z, the parameters of f and whatever f closes over:
     memory does not grow with the iterations. ``gradient="implicit"`` records one evaluation a stage and gives first
-    derivatives; ``"backprop"`` records two and gives second ones as well; a further derivative is an error. Where z does not require
-    grad, an evaluation a stage is spent on finding out whether f does; under torch.no_grad() none of these is.
+    derivatives; ``"backprop"`` records two and gives second ones as well; a further derivative is an error. Where z
+    does not require grad, an evaluation a stage is spent on finding out whether f does; under torch.no_grad() none is.
 
     Raises SolverError where a solve does not converge. f must not redraw its randomness between evaluations. The
     iterations are chosen by values: torch.func transforms and forward-mode derivatives are refused, and it is f that is

@@ -97,7 +97,7 @@ def read_method(method: str | Solver) -> Solver:
 
 
 class TimeFirst:
-    """func(t, y) as a field f(z, l); torchdiffeq's callbacks and our ``parts`` go along.
+    """func(t, y) as a field f(z, l); torchdiffeq's callbacks and our ``parts`` and ``select`` go along.
 
     Raises ValueError for a func with ``pieces`` or ``breakpoints``, which odeint has no way to step at.
     """
@@ -113,6 +113,8 @@ class TimeFirst:
         for name in CALLBACKS:
             if hasattr(func, name):
                 setattr(self, name, _positive(getattr(func, name)))
+        if hasattr(func, "select"):  # for per-sample methods
+            self.select = lambda rows: TimeFirst(func.select(rows))
 
     def __call__(self, z: State, l: Tensor) -> State:
         k = self.func(l, z)

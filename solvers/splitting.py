@@ -23,7 +23,7 @@ class Splitting:
     Every part keeps its own clock: part i has been advanced to depth l_i when it is next called with l in
     [l_i, l_i + its window], whatever the others have done, and at the end of a step all clocks agree. So the parts may
     depend on l and the order holds: with l as one more component of the state that every part advances for itself, the
-    composition is that of an autonomous field. (One clock for all, advanced between the parts, has order 1.)
+    composition is that of an autonomous field.
 
     Raises ValueError: an unknown or an adaptive base.
     """

@@ -180,10 +180,10 @@ def test_a_trial_step_that_hits_nan_is_rejected_and_retried():
 
 
 def test_nan_where_the_first_step_is_chosen_does_not_stop_the_solve():
-    # z = 0.9999 lies closer to the edge than the probe of the first step goes
-    out = solve(lambda z, l: -(1 - z).sqrt() + 0 * (1 - z - 1e-4 * (1 + l)).clamp(max=0).log1p(),
-                torch.full((1, 1), 0.999, dtype=F64), span=(0.0, 0.1), solver="dopri5")
-    assert torch.isfinite(out.z).all()
+    # u = 1 - z = (sqrt(0.001) - l / 2)^2: the probe of the first step moves z by 1 %, to where the root is NaN
+    out = solve(lambda z, l: (1 - z).sqrt(), torch.full((1, 1), 0.999, dtype=F64), span=(0.0, 0.05), solver="dopri5")
+    assert 1 - out.z.item() == pytest.approx((math.sqrt(0.001) - 0.025) ** 2, abs=1e-5)
+    assert out.n_steps + out.n_rejected <= 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])

@@ -53,8 +53,8 @@ def test_a_calibrated_grid_beats_equal_steps_at_equal_nfe(name):
 
 
 def test_the_errors_of_the_steps_are_equal_where_it_matters():
-    # the error of each rk4 step, against four shorter ones: within a factor of 5 of the median, which is the noise of an
-    # estimate read from steps of dopri5. Equal steps have errors from 1e-9 to 1e-2 here.
+    # the error of each rk4 step, against four shorter ones: within a factor of 5 of the median, which is the noise of
+    # an estimate read from steps of dopri5
     z0 = torch.tensor([[1.0, 0.0]], dtype=F64)
     grid = calibrate_grid(spin, z0, span=(0.0, 1.0), n_steps=60)
     errors, z = [], z0
@@ -92,6 +92,14 @@ def test_a_grid_has_its_length_its_ends_and_every_jump(n, span):
     assert all((b - a) * sign > 0 for a, b in itertools.pairwise(grid))
     assert all(isinstance(x, float) for x in grid)
     solve(f, torch.ones(1, 2, dtype=F64), span=span, grid=grid)
+
+
+def test_jumps_are_hit_to_the_bit():
+    jumps = [k / 10 for k in range(1, 30)]
+    for n in (None, 60):
+        grid = calibrate_grid(van_der_pol, torch.tensor([[2.0, 0.0]], dtype=F64), span=(0.0, 3.0), n_steps=n,
+                              breakpoints=jumps)
+        assert set(jumps) <= set(grid)
 
 
 def test_layers_are_boundaries_and_get_steps_in_proportion():

@@ -72,6 +72,8 @@ def test_options_are_checked_where_they_are_given():
         get_solver("dense", initial="ab3")
     with pytest.raises(ValueError, match="links every step to the one before, which window = 1"):
         get_solver("dense", initial="ab2", window=1)
+    with pytest.raises(ValueError, match="stride = 3 leaves no dense step among n_steps = 2"):
+        get_solver("dense", n_steps=2, stride=3)
     with pytest.raises(ValueError, match="start must be one of ralston3, heun3 for 'rk3_family', got 'kutta3'"):
         get_solver("rk3_family", start="kutta3")
     with pytest.raises(ValueError, match="d_model must be a positive int or None, got 0"):
@@ -334,9 +336,22 @@ def test_dense_goes_on_across_pieces_and_starts_anew_with_each_solve():
         assert torch.allclose(z, zs[-1], rtol=0, atol=1e-14)
 
 
-def test_dense_refuses_more_steps_than_it_has_weights_for():
-    with pytest.raises(ValueError, match="weights for n_steps = 3 steps, and this solve takes more"):
-        solve(field, Z0, solver=get_solver("dense", n_steps=3), n_steps=4)
+def test_dense_repeats_its_last_rows_beyond_those_it_has():
+    solver = perturbed(get_solver("dense", n_steps=3), 4, size=0.2)
+    a, b = (x.double() for x in rows(solver))
+    zs, fs, h = [Z0], [], 1 / 5
+    for i in range(5):
+        fs.append(field(zs[i], torch.tensor(i / 5, dtype=torch.float64)))
+        row, first = min(i, 2), max(0, i - 2)
+        zs.append(sum(a[row, j] * zs[first + j] + b[row, j] * h * fs[first + j] for j in range(row + 1)))
+    assert torch.allclose(solve(field, Z0, solver=solver, n_steps=5).z, zs[-1], rtol=0, atol=1e-14)
+    strided = perturbed(get_solver("dense", n_steps=4, stride=2), 4, size=0.2)
+    seven = solve(field, Z0, solver=strided, n_steps=7, save_at="steps").states
+    a, b = (x.double() for x in rows(strided))
+    k = [field(seven[i], torch.tensor(i / 7, dtype=torch.float64)) / 7 for i in range(7)]
+    dense = sum(a[3, j] * seven[2 + j] + b[3, j] * k[2 + j] for j in range(4))  # rows 2, 3, then 2, 3, 2
+    assert torch.allclose(seven[6], dense, rtol=0, atol=1e-14)
+    assert torch.allclose(seven[7], a[2, 2] * seven[6] + b[2, 2] * k[6], rtol=0, atol=1e-14)
 
 
 def test_dense_reports_the_order_of_its_weights_as_they_are():

@@ -354,6 +354,20 @@ def test_a_solver_object_serves_as_method():
     y = odeint(lambda t, y: -y * (1 + 0 * t), torch.ones(3, 2, dtype=F64), times(), method=solver)
     assert (y[-1] - math.exp(-1.5)).abs().max() < 1e-7
 
+    class Decay:
+        def __init__(self, rate):
+            self.rate = rate
+
+        def __call__(self, t, y):
+            return -self.rate * y
+
+        def select(self, rows):
+            return Decay(self.rate[rows])
+
+    rate = torch.tensor([[1.0], [20.0]], dtype=F64)
+    y = odeint(Decay(rate), torch.ones(2, 1, dtype=F64), times(), method=solver)
+    assert (y[-1] - torch.exp(-1.5 * rate)).abs().max() < 1e-7
+
 
 # Refusals
 
@@ -454,6 +468,16 @@ def test_tensors_that_func_closes_over_get_their_gradient():
         results.append(torch.autograd.grad(y.square().sum(), (scale, *encoder.parameters())))
     for exact, adjoint in zip(*results, strict=True):
         assert exact.abs().max() > 1e-3 and (exact - adjoint).abs().max() < 1e-6
+
+
+def test_an_input_that_was_made_from_another_is_counted_once():
+    w = torch.tensor([0.3, -0.2], dtype=F64, requires_grad=True)
+    results = []
+    for solve in (odeint, odeint_adjoint):
+        made = w.square() + 1
+        y = solve(lambda t, y, made=made: torch.tanh(w * y) * made, start(), times(n=2), rtol=1e-9, atol=1e-9)
+        results.append(torch.autograd.grad(y.square().sum(), w)[0])
+    assert (results[0] - results[1]).abs().max() < 1e-6
 
 
 def test_functional_parameters_get_their_gradient():

@@ -205,6 +205,16 @@ def test_any_one_step_method_can_be_the_base():
             assert distance(z, before) < 1e-9  # the implicit stages are solved to 4e-11
 
 
+def test_a_base_with_learned_coefficients_learns_through_the_reversal():
+    solver = Reversible(get_solver("rk2_family").fresh().double())
+    z0, got = Z0.clone().requires_grad_(), []
+    for gradient in ("backprop", "reversible", "checkpoint_recursive"):
+        z = solve(orbit, z0, solver=solver, n_steps=8, gradient=gradient).z
+        got.append(torch.autograd.grad(z.square().sum(), [z0, *solver.base.parameters()]))
+    assert all(g.abs().max() > 0 for g in got[0])
+    assert all(torch.allclose(x, y, rtol=1e-12) for other in got[1:] for x, y in zip(got[0], other, strict=True))
+
+
 def test_other_bases_and_options_out_of_range_are_refused():
     for base, word in (("ab2", "multistep"), ("dopri5", "adaptive"), ("alf", "reversible itself"),
                        ("nosuch", "unknown solver")):

@@ -1,4 +1,4 @@
-"""solve(): grids, pieces, saving, counting, precision, errors. Methods have their own tests."""
+"""solve(): grids, pieces, saving, counting, precision, errors. Each family's own tests measure orders."""
 
 import math
 
@@ -20,6 +20,13 @@ def coupled(z, l):
     return torch.stack([l * x + y, l * y - x * x / 4], -1)
 
 
+def half_coupled(z, l):
+    return coupled(z, l) / 2
+
+
+coupled.parts = (half_coupled, half_coupled)  # for methods that need two
+
+
 def start(dtype=F64):
     return torch.tensor([0.7, -0.4], dtype=dtype)
 
@@ -35,39 +42,17 @@ class Counted:
         return self.f(z, l)
 
 
-@pytest.fixture(scope="module")
-def reference():
-    """scipy's DOP853 at 1e-13, from l = 0 to 2."""
-    import numpy as np
-    from scipy.integrate import solve_ivp
-
-    def f(l, z):
-        return np.array([l * z[0] + z[1], l * z[1] - z[0] ** 2 / 4])
-
-    out = solve_ivp(f, (0, 2), start().numpy(), method="DOP853", rtol=1e-13, atol=1e-15)
-    return torch.tensor(out.y[:, -1])
-
-
-@pytest.mark.parametrize("name", list(EXPLICIT))
-def test_measured_order_is_the_stated_one(name, reference):
-    solver = EXPLICIT[name]
-    if solver.order == 0:
-        pytest.skip("not consistent, as its docstring says; see test_learned")
-    n, fine = 4, math.inf
-    while fine > 1e-9 and n < 1024:  # asymptotic, yet well above rounding
-        n *= 2
-        coarse, fine = ((solve(coupled, start(), span=(0.0, 2.0), solver=solver, n_steps=k).z - reference).norm().item()
-                        for k in (n, 2 * n))
-    assert fine > 1e-13
-    assert abs(math.log2(coarse / fine) - solver.order) < 0.2
-
-
 @pytest.mark.parametrize("name", list(SOLVERS))
 def test_the_zero_field_is_the_identity_and_tuples_work(name):
     solver = SOLVERS[name]
     amount = {} if solver.is_adaptive else {"n_steps": 3}
     z0 = torch.randn(2, 3, dtype=F64), torch.randn(2, 5, dtype=F64)
-    solution = solve(lambda z, l: tuple(torch.zeros_like(x) for x in z), z0, solver=solver, **amount)
+
+    def zero(z, l):
+        return tuple(torch.zeros_like(x) for x in z)
+
+    zero.parts = (zero, zero)
+    solution = solve(zero, z0, solver=solver, **amount)
     for x, y in zip(solution.z, z0, strict=True):
         assert (x - y).abs().max() < 1e-14
 
@@ -78,15 +63,14 @@ def test_nfe_is_what_the_method_documents_and_what_an_independent_counter_sees(n
     for n in (1, 2, 7):
         f = Counted(coupled)
         solution = solve(f, start(), solver=solver, n_steps=n)
-        assert solution.nfe == len(f.depths)
-        parts = {"n_parts": 1} if hasattr(solver, "windows") else {}
-        assert solution.nfe == solver.nfe(n, **parts)
+        assert solution.nfe == len(f.depths)  # Counted has no parts
+        assert solution.nfe == solver.nfe(n, **({"n_parts": 1} if hasattr(solver, "windows") else {}))
         assert solution.n_steps == n == len(solution.steps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_exactly_n_steps_that_end_exactly_at_the_end(dtype):
-    for n in range(1, 513):
+    for n in (*range(1, 130), *range(130, 513, 7 if dtype is not torch.float64 else 1)):
         f = Counted(lambda z, l: torch.zeros_like(z))
         solution = solve(f, torch.zeros(1, dtype=dtype), solver="heun2", span=(0.0, 1.0), n_steps=n)
         assert len(f.depths) == 2 * n and solution.n_steps == n
@@ -143,7 +127,7 @@ def layer(k):
 class Layered:
     """f is layer k between l = k and k + 1."""
 
-    pieces = [(float(k), float(k + 1), layer(k)) for k in range(3)]
+    pieces = tuple((float(k), float(k + 1), layer(k)) for k in range(3))
 
 
 def through_layers(z, points):
@@ -232,12 +216,12 @@ def test_multistep_history_crosses_a_boundary_only_where_asked():
 @pytest.mark.parametrize("name", list(SOLVERS))
 def test_the_result_does_not_depend_on_save_at(name):
     solver = SOLVERS[name]
-    amount = {"rtol": 1e-6, "atol": 1e-8} if solver.is_adaptive else {"n_steps": 8}
+    amount = {"rtol": 1e-4, "atol": 1e-6} if solver.is_adaptive else {"n_steps": 8}
     z0 = start().expand(2, 2)
-    plain = solve(coupled, z0, solver=solver, span=(0.0, 2.0), **amount)
-    saved = solve(coupled, z0, solver=solver, span=(0.0, 2.0), save_at=[0.0, 0.3, 0.75, 2.0], **amount)
+    plain = solve(coupled, z0, solver=solver, span=(0.0, 1.0), **amount)
+    saved = solve(coupled, z0, solver=solver, span=(0.0, 1.0), save_at=[0.0, 0.3, 0.75, 1.0], **amount)
     assert torch.equal(plain.z, saved.z) and plain.steps == saved.steps
-    assert saved.states.shape == (4, 2, 2) and saved.depths == [0.0, 0.3, 0.75, 2.0]
+    assert saved.states.shape == (4, 2, 2) and saved.depths == [0.0, 0.3, 0.75, 1.0]
     assert torch.equal(saved.states[0], z0) and torch.equal(saved.states[-1], saved.z)
     assert plain.states is None and plain.depths is None
 
