@@ -1,7 +1,8 @@
 """What solve() costs: rk4, 12 steps, over 48 bare calls of the same field, and over torchdiffeq's rk4.
 
-Process time on one thread; the three are timed in turn, round after round, and each round gives a ratio, so that a busy
-machine slows all alike. ``block`` is a pre-norm Transformer layer, ``linear`` tanh(z W), the cheapest field one may have.
+Process time on one thread; the three are timed in turn, round after round, and each round gives a ratio, so that a
+busy machine slows all alike. ``block`` is a pre-norm Transformer layer, ``linear`` tanh(z W), the cheapest field one
+may have.
 """
 
 from __future__ import annotations

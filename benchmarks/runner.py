@@ -1,8 +1,8 @@
 """Runs a benchmark case by case, keeps its rows on disk, and prints tables.
 
-A benchmark module has ``PRESETS`` (name -> settings), ``cases(settings, seeds)`` (the factors of each measurement),
-``measure(case)`` (a list of rows), ``COLUMNS`` and ``summary(rows)`` (the table), ``draw(rows, figure)`` (the plot), and
-``WORKERS``: how many cases may run side by side, each on one thread (1 where time is what is measured).
+A benchmark module has ``PRESETS`` (name -> settings), ``cases(settings, seeds)`` (the factors of each
+measurement), ``measure(case)`` (a list of rows), ``COLUMNS`` and ``summary(rows)`` (the table), ``draw(rows, figure)``
+(the plot), and ``WORKERS``: how many cases may run side by side, each on one thread (1 where time is measured).
 """
 
 from __future__ import annotations

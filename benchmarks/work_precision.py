@@ -82,8 +82,8 @@ def by_solvers(f: Counted, problem: Any, method: str, setting: float, adaptive: 
 
 def per_sample(f: Counted, problem: Any, method: str, setting: float, adaptive: bool) -> tuple:
     z0 = problem.z0.unsqueeze(0)  # one row, so its l is one number
-    solution = solve(lambda z, l: f(z, l.reshape(())), z0, span=problem.span, solver=get_solver(method, per_sample=True), rtol=setting,
-                     atol=setting * 1e-2, max_nfe=100_000)
+    solution = solve(lambda z, l: f(z, l.reshape(())), z0, span=problem.span,
+                     solver=get_solver(method, per_sample=True), rtol=setting, atol=setting * 1e-2, max_nfe=100_000)
     return solution.z[0], solution.nfe
 
 
@@ -199,7 +199,7 @@ def draw(rows: list[dict[str, Any]], figure: Any) -> None:
                 continue
             x, y = zip(*points, strict=True)
             if case["library"] == "solvers":
-                axes.plot(x, y, "-" if not case["adaptive"] else "-", color=colors.get(stated(case), "#999999"),
+                axes.plot(x, y, "-", color=colors.get(stated(case), "#999999"),
                           linewidth=2.0 if case["adaptive"] else 0.8, marker="o" if case["adaptive"] else None,
                           markersize=3)
             else:

@@ -1,7 +1,7 @@
 """A layer as a vector field: its sublayers are parts, and the coupling says how a step treats them.
 
-The field of a block is dz/dl = Σ f_part(z, l), attention first. ``lie`` and ``strang`` let the parts take turns within a
-step (splitting), ``parallel`` evaluates their sum, ``composed`` makes one field of the whole textbook layer.
+The field of a block is dz/dl = Σ f_part(z, l), attention first. ``lie`` and ``strang`` let the parts take turns within
+a step (splitting), ``parallel`` evaluates their sum, ``composed`` makes one field of the whole textbook layer.
 """
 
 from __future__ import annotations

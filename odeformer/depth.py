@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -50,7 +50,7 @@ class DepthConfig:
                                  f"{self.steps_per_layer}")
         look_up(WEIGHTS, self.weights, "weights")
         solver = self.make_solver()
-        if self.gradient not in solver.gradients:
+        if self.gradient not in solver.gradients:  # solve() refuses what the coupling then rules out
             raise ValueError(f"gradient must be one of {', '.join(solver.gradients)} for solver {solver.name!r}, got "
                              f"{self.gradient!r}")
         for name in ("rtol", "atol"):
@@ -64,10 +64,11 @@ class DepthConfig:
 
 def integrate(f: Any, z: Tensor, solver: Any, config: DepthConfig, n_layers: int, context: Context, *,
               save: bool = False) -> Solution:
-    """Take z (batch, tokens, d_model) from l = 0 to l = n_layers with ``solver``, made once by ``config.make_solver()``.
+    """Take z (batch, tokens, d_model) from l = 0 to l = n_layers with ``solver``, which ``config.make_solver()`` made.
 
     A coupling that splits (lie, strang) wraps a fixed-step solver, unless that splits by itself (``strang``,
-    ``imex_euler``); an adaptive one integrates the sum of the parts, to which splitting converges as h goes to 0. ``save`` keeps the state at every step (adaptive: at every layer).
+    ``imex_euler``); an adaptive one integrates the sum of the parts, to which splitting converges as h goes to 0.
+    ``save`` keeps the state at every step (adaptive: at every layer).
 
     Raises ValueError for an adaptive or implicit solver in a causal model.
     """
@@ -81,11 +82,20 @@ def integrate(f: Any, z: Tensor, solver: Any, config: DepthConfig, n_layers: int
         return solvers.solve(f, z, span=span, solver=solver, rtol=config.rtol, atol=config.atol, mask=context.mask,
                              gradient=config.gradient, save_at=range(n_layers + 1) if save else None)
     splitting = _splitting(f)
-    if splitting is not None and not isinstance(solver, TAKES_PARTS):
-        solver = SPLITTINGS[splitting](solver)
+    if splitting is not None:
+        solver = split(solver, SPLITTINGS[splitting])
     n_steps = config.n_steps or n_layers * config.steps_per_layer
     return solvers.solve(f, z, span=span, solver=solver, n_steps=n_steps, mask=context.mask, gradient=config.gradient,
                          save_at="steps" if save else None)
+
+
+def split(solver: Any, splitting: type[Splitting]) -> Any:
+    """The solver with a field's parts taking turns; a reversible wrapper stays outside, so that it still reverses."""
+    if isinstance(solver, TAKES_PARTS):
+        return solver
+    if isinstance(solver, solvers.Reversible):
+        return replace(solver, base=split(solver.base, splitting), name=None)
+    return splitting(solver)
 
 
 def _splitting(f: Any) -> str | None:

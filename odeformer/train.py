@@ -163,7 +163,8 @@ def accuracy(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, batch_s
 
 @contextmanager
 def _signals() -> Iterator[Callable[[], bool]]:
-    """Turns SIGINT and SIGTERM into a flag while a run is under way (in the main thread; elsewhere they act as ever)."""
+    """Turns SIGINT and SIGTERM into a flag while a run is under way (in the main thread; elsewhere they act as ever).
+    """
     seen: list[int] = []
     previous: dict[int, Any] = {}
     try:

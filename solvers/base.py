@@ -100,9 +100,13 @@ class Evaluator:
             raise SolverError(
                 f"the solve needs more than max_nfe = {work.limit:g} evaluations", l=float(l), h=float("nan"),
                 nfe=work.total - self.weight, advice="raise max_nfe, take fewer steps, or loosen rtol and atol")
-        k = self.f(z if self.dtypes is None else cast(z, self.dtypes), l)
+        k = self.f(z, l) if self.dtypes is None else self.f(cast(z, self.dtypes), l)
         if isinstance(z, Tensor):
-            if not isinstance(k, Tensor) or k.shape != z.shape:
+            try:
+                fits = k.shape == z.shape
+            except AttributeError:
+                fits = False
+            if not fits:
                 raise_shape(z, k)
         elif not isinstance(k, tuple) or [x.shape for x in k] != [x.shape for x in z]:
             raise_shape(z, k)
@@ -143,12 +147,28 @@ def add(z: State, alpha: float, k: State) -> State:
     return tuple(torch.add(x, y, alpha=alpha) for x, y in zip(z, k, strict=True))
 
 
+def accumulate(z: State, h: float, terms: Sequence[tuple[int, float]], ks: Sequence[State]) -> State:
+    """z + h Σ w k_i over the terms (i, w): one new tensor, to which all but the first term are added in place."""
+    if isinstance(z, tuple):
+        return tuple(accumulate(x, h, terms, column) for x, *column in zip(z, *ks, strict=True))
+    if len(terms) > 1 and in_functorch():  # whose in-place operations do not broadcast
+        for i, w in terms:
+            z = torch.add(z, ks[i], alpha=h * w)
+        return z
+    y = None
+    for i, w in terms:
+        y = torch.add(z, ks[i], alpha=h * w) if y is None else y.add_(ks[i], alpha=h * w)
+    return z if y is None else y
+
+
+def in_functorch() -> bool:
+    """Inside a torch.func transform."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
+
+
 def combine(z: State, h: float, weights: Sequence[float], ks: Sequence[State]) -> State:
     """z + h Σ w_i k_i, skipping zero weights."""
-    for w, k in zip(weights, ks, strict=True):
-        if w:
-            z = add(z, h * w, k)
-    return z
+    return accumulate(z, h, [(i, w) for i, w in enumerate(weights) if w], ks)
 
 
 def tensors(z: State) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from solvers.base import Evaluator, State, Step, add
+from solvers.base import Evaluator, State, Step, accumulate, add
 from solvers.coefficients import EXPLICIT
 from solvers.tableau import Tableau
 
@@ -72,10 +72,7 @@ class ExplicitRungeKutta:
         h, at = step.h, step.at
         ks: list[State] = []
         for node, row in self._rows:
-            y = z
-            for j, weight in row:
-                y = add(y, h * weight, ks[j])
-            ks.append(f(y, at[node]))
+            ks.append(f(accumulate(z, h, row, ks), at[node]))
         return ks
 
     def step(self, f: Evaluator, z: State, step: Step, memory: None) -> tuple[State, None]:
@@ -84,9 +81,7 @@ class ExplicitRungeKutta:
 
     def finish(self, z: State, h: float, ks: list[State]) -> State:
         """z + h Σ b_i k_i."""
-        for i, weight in self._weights:
-            z = add(z, h * weight, ks[i])
-        return z
+        return accumulate(z, h, self._weights, ks)
 
     def error(self, h: float, ks: list[State]) -> State:
         """h Σ (b_i - b_hat_i) k_i: the propagated solution less the embedded one, shaped like the state.

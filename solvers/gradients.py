@@ -77,7 +77,7 @@ class Whole:
         self.solver, self.mask, self.work = solver, mask, work
         self.is_tuple = isinstance(z, tuple)
         self.ambient, self.tape = Ambient(z), Tape(z)
-        ends = [x for piece in pieces if piece.rescaled for x in (piece.f.f.a, piece.f.f.b)
+        ends = [x for piece in pieces if piece.rescaled for x in piece.ends
                 if isinstance(x, Tensor) and x.requires_grad]
         if params is not None:
             params = [*(x for x in params if x.requires_grad), *ends]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ class Piece(NamedTuple):
     """A stretch of depth from ``l0`` to ``l1`` (in the direction of integration) over which ``f`` is smooth.
 
     ``nudge``: at which ends f jumps without saying on which side it stands; there it is called with l just inside.
-    ``rescaled``: f has been rewritten over [0, 1], so that gradients reach the ends of the span.
+    ``rescaled``: f has been rewritten over [0, 1], so that gradients reach the ends of the span; ``ends`` are then
+    those of the piece, as tensors where they move.
     """
 
     l0: float
@@ -24,6 +26,7 @@ class Piece(NamedTuple):
     f: Evaluator
     nudge: tuple[bool, bool]
     rescaled: bool
+    ends: tuple[float | Tensor, float | Tensor] | None = None
 
     @property
     def start(self) -> float:
@@ -72,7 +75,7 @@ def read_span(span: Any) -> tuple[float, float]:
     """The ends of span as floats. Raises TypeError or ValueError where they are not two different finite numbers."""
     try:
         l0, l1 = span
-        ends = tuple(float(l.detach() if isinstance(l, Tensor) else l) for l in (l0, l1))
+        ends = float(l0), float(l1)
     except (TypeError, ValueError) as error:
         raise TypeError(f"span must be a pair of numbers or 0-d tensors, got {span!r}") from error
     if not all(map(math.isfinite, ends)):
@@ -98,7 +101,7 @@ def read_points(name: str, points: Any) -> list[float]:
 def read_grid(grid: Any) -> list[float]:
     """A strictly monotone list of at least two depth points."""
     points = read_points("grid", grid)
-    steps = [y - x for x, y in zip(points, points[1:], strict=False)]
+    steps = [y - x for x, y in pairwise(points)]
     if not steps or not (all(h > 0 for h in steps) or all(h < 0 for h in steps)):
         raise ValueError(f"grid must hold at least two points, strictly increasing or decreasing; got {points}")
     return points
@@ -110,7 +113,7 @@ def make_pieces(f: VectorField, span: tuple, ends: tuple[float, float], breakpoi
     low, high = sorted(ends)
     listed = getattr(f, "pieces", None)
     fields = [(float(a), float(b), g) for a, b, g in listed] if listed else [(low, high, f)]
-    for (_, b, _), (a, _, _) in zip(fields, fields[1:], strict=False):
+    for (_, b, _), (a, _, _) in pairwise(fields):
         if a != b:
             raise ValueError(f"f.pieces must adjoin and increase; one ends at {b} and the next starts at {a}")
     if fields[0][0] > low or fields[-1][1] < high:
@@ -129,9 +132,9 @@ def make_pieces(f: VectorField, span: tuple, ends: tuple[float, float], breakpoi
         moving = [end if position and isinstance(end, Tensor) and end.requires_grad else None
                   for end, position in zip(span, (i == 0, i == len(cuts) - 1), strict=True)]
         rescaled = any(end is not None for end in moving)
-        if rescaled:
-            g = Rescaled(g, a if moving[0] is None else moving[0], b if moving[1] is None else moving[1])
-        pieces.append(Piece(a, b, Evaluator(g, work, dtypes), (a in jumps, b in jumps), rescaled))
+        tips = (a if moving[0] is None else moving[0], b if moving[1] is None else moving[1]) if rescaled else None
+        evaluator = Evaluator(Rescaled(g, *tips) if rescaled else g, work, dtypes)
+        pieces.append(Piece(a, b, evaluator, (a in jumps, b in jumps), rescaled, tips))
     return pieces
 
 
@@ -184,7 +187,7 @@ def make_steps(piece: Piece, points: list[float], nodes: tuple[float, ...], dtyp
     first, last = piece.inside(dtype)
     inside = sorted((first, last))
     depths, steps = [], []
-    for l, end in zip(points, points[1:], strict=False):
+    for l, end in pairwise(points):
         h = end - l
         if abs(h) <= eps * extent:
             raise SolverError(f"a step below the resolution of {dtype}", l=l, h=h, nfe=0,
@@ -194,6 +197,6 @@ def make_steps(piece: Piece, points: list[float], nodes: tuple[float, ...], dtyp
             depths.append(min(max(x, inside[0]), inside[1]) if piece.nudge != (False, False) else x)
     at = torch.tensor(depths, dtype=dtype, device=device).unbind()
     m = len(nodes)
-    for i, (l, end) in enumerate(zip(points, points[1:], strict=False)):
+    for i, (l, end) in enumerate(pairwise(points)):
         steps.append(Step(l, end - l, at[i * m : (i + 1) * m]))
     return steps

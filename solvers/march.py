@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from solvers.base import Evaluator, Solver, State, Step, depth_dtype, tensors
+from solvers.base import Evaluator, Solver, State, Step, add, depth_dtype, tensors
 from solvers.grid import Piece, make_steps
 
 Advance = Callable[[Evaluator, State, Step, Any], tuple[State, Any]]
@@ -64,19 +64,33 @@ def between(leg: Leg, before: State, after: State) -> list[State]:
     """The states at ``leg.wanted``: an end itself, or cubic Hermite interpolation (two evaluations of f a leg)."""
     states: list[State] = []
     slopes, step = None, leg.step
-    near = 1e-9 * abs(leg.l1 - leg.l0)
+    near, moving = 1e-9 * abs(leg.l1 - leg.l0), leg.piece.rescaled
     for l in leg.wanted:
-        if abs(l - leg.l1) <= near:
+        if abs(l - leg.l1) <= near and not (moving and abs(l - leg.piece.l1) > near):
             states.append(after)
-        elif abs(l - leg.l0) <= near:
+        elif abs(l - leg.l0) <= near and not (moving and abs(l - leg.piece.l0) > near):
             states.append(before)
         else:
             if slopes is None:
                 at = [torch.as_tensor(x, dtype=step.at[0].dtype, device=step.at[0].device)
                       for x in _inside(leg.piece, (step.l, step.l + step.h), step.at[0].dtype)]
                 slopes = leg.piece.f(before, at[0]), leg.piece.f(after, at[1])
-            states.append(_hermite(before, after, *slopes, step.h, (l - leg.l0) / (leg.l1 - leg.l0)))
+            state = _hermite(before, after, *slopes, step.h, (l - leg.l0) / (leg.l1 - leg.l0))
+            states.append(_held(leg.piece, l, state, step) if moving else state)
     return states
+
+
+def _held(piece: Piece, l: float, state: State, step: Step) -> State:
+    """The state at a depth that stays where it is while the ends of the span move: its place s = (l - a) / (b - a) in
+    the rescaled span then moves, which adds g(z, s) ds to the gradient (and nothing to the value)."""
+    a, b = piece.ends
+    s = (l - a) / (b - a)
+    slope = piece.f(state, s.detach().to(step.at[0].dtype))
+    return add(state, 1.0, _scaled(s - s.detach(), slope))
+
+
+def _scaled(w: torch.Tensor, k: State) -> State:
+    return tuple(x * w for x in k) if isinstance(k, tuple) else k * w
 
 
 def _inside(piece: Piece, ends: tuple[float, float], dtype: torch.dtype) -> list[float]:

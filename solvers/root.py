@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,15 +50,16 @@ class _Inverse:
     fail: Callable[[float], Exception]
 
     def solve(self, b: Tensor, transposed: bool) -> Tensor:
-        """M^-T b where transposed, else M^-1 b."""
-        if not b.any():
-            return torch.zeros_like(b)
+        """M^-T b where transposed, else M^-1 b; NaN where b is not finite, as autograd has it."""
+        size = b.abs().max().item()
+        if size == 0 or not math.isfinite(size):
+            return torch.full_like(b, 0.0 if size == 0 else math.nan)
         product = self._transposed if transposed else self._product
         with torch.no_grad():
-            x, left = gmres(lambda v: v - product(v), b, tol=self.tol, restarts=RESTARTS)
+            x, left = gmres(lambda v: v - product(v), b / size, tol=self.tol, restarts=RESTARTS)
         if not left <= self.tol:
             raise self.fail(left)
-        return x
+        return x * size
 
     def _transposed(self, v: Tensor) -> Tensor:
         self.count()
@@ -94,7 +96,7 @@ class _Correction(torch.autograd.Function):
     def backward(ctx, v: Tensor):
         ctx.inverse.check(1)
         if torch.is_grad_enabled():
-            w = _Solve.apply(v, ctx.inverse.value, ctx.inverse, True, 2)
+            w = _Solve.apply(v, ctx.inverse, True, 2)
             return w, None if ctx.first else v - w, None, None
         w = ctx.inverse.solve(v, True)
         if ctx.first:
@@ -106,14 +108,14 @@ class _Correction(torch.autograd.Function):
 
 
 class _Solve(torch.autograd.Function):
-    """M^-T b or M^-1 b as a linear map of b; ``anchor`` has it recorded even where b is constant, for the check."""
+    """M^-T b or M^-1 b as a linear map of b."""
 
     @staticmethod
-    def forward(ctx, b: Tensor, anchor: Tensor, inverse: _Inverse, transposed: bool, derivative: int) -> Tensor:
+    def forward(ctx, b: Tensor, inverse: _Inverse, transposed: bool, derivative: int) -> Tensor:
         ctx.inverse, ctx.transposed, ctx.derivative = inverse, transposed, derivative
         return inverse.solve(b, transposed)
 
     @staticmethod
     def backward(ctx, v: Tensor):
         ctx.inverse.check(ctx.derivative)
-        return ctx.inverse.solve(v, not ctx.transposed), None, None, None, None
+        return ctx.inverse.solve(v, not ctx.transposed), None, None, None

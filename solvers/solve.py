@@ -116,11 +116,13 @@ def solve(f: VectorField, z0: State, *, span: tuple = UNIT, solver: str | Solver
                          'torch.func, CUDA graphs); use "backprop"')
     if solver.is_adaptive:
         depths = _read_save_at(save_at, ends, None)
+        _check_saved(gradient, pieces, depths)
         tolerances = _tolerances(rtol, atol, z0)
         z, states, taken, report = _adapt(solver, pieces, z, depths or (), tolerances, mask, work, whole, params)
     else:
         placed = place(pieces, n_steps, grid)
         depths = _read_save_at(save_at, ends, placed)
+        _check_saved(gradient, pieces, depths)
         legs = make_legs(pieces, placed, solver.nodes, depths or (), z)
         report = None
         if whole:
@@ -169,6 +171,17 @@ def _check_span(solver: Solver, pieces: list[Piece]) -> None:
     if getattr(solver, "across_pieces", False) and len(pieces) > 1 and any(piece.rescaled for piece in pieces):
         raise ValueError(f"span cannot get gradients from {solver.name!r}, which carries increments across pieces of f "
                          f"(there are {len(pieces)}): detach span, or take another solver")
+
+
+def _check_saved(gradient: str, pieces: list[Piece], depths: list[float] | None) -> None:
+    """The adjoint has no term for a state whose place within a moving piece moves."""
+    if gradient != "adjoint" or depths is None:
+        return
+    for piece in pieces:
+        inside = [l for l in depths if piece.rescaled and (l - piece.l0) * (l - piece.l1) < 0]
+        if inside:
+            raise ValueError("save_at inside a piece whose end needs gradients is not for gradient='adjoint': "
+                             f"{inside} between {piece.l0} and {piece.l1}; detach span, or take gradient='backprop'")
 
 
 def _stack(states: list[State]) -> State:

@@ -84,8 +84,7 @@ class Clock:
         ticks = torch.tensor(times, dtype=torch.float64, device=device)
         if not self.piece.rescaled or not torch.is_grad_enabled():
             return ticks
-        f = self.piece.f.f
-        a, b = f.a, f.b
+        a, b = self.piece.ends
         depths = self.piece.l0 + ticks * (self.piece.l1 - self.piece.l0)
         moving = (depths - a) / (b - a)
         inside = (ticks > self.start) & (ticks < self.stop)

@@ -1,6 +1,7 @@
 """The commands odeformer and python -m benchmarks."""
 
 import json
+from types import MappingProxyType
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_a_stopped_benchmark_keeps_its_rows_and_resumes(tmp_path, monkeypatch, c
     calls = []
 
     class Module:
-        PRESETS = {"quick": {"seeds": 1}}
+        PRESETS = MappingProxyType({"quick": {"seeds": 1}})
         COLUMNS = ("case", "value")
         WORKERS = 1
 

@@ -166,7 +166,8 @@ def test_tuple_states_and_pieces_and_spans_get_gradients(mode):
 
     inputs = [*z0, *ends, *first.parameters(), *second.parameters()]
     n = 60 if mode == "adjoint" else 9
-    options = {"span": ends, "solver": "reversible_rk4", "n_steps": n, "save_at": [0.3, 0.5, 0.9, 1.2]}
+    inside = [] if mode == "adjoint" else [0.3, 1.2]  # of pieces whose ends move, which the adjoint refuses
+    options = {"span": ends, "solver": "reversible_rk4", "n_steps": n, "save_at": sorted([0.5, 0.9, *inside])}
     _, wanted = gradients(Layered(), z0, inputs, **options)
     assert all(x is not None and x.abs().max() > 0 for x in wanted)
     for params in (None, (*first.parameters(), *second.parameters())):

@@ -54,7 +54,7 @@ def test_the_table_is_complete_and_registered():
 def test_the_order_is_the_stated_one_whichever_part_is_implicit(name, swapped):
     formulas = (bend_formula, turn_formula) if swapped else (turn_formula, bend_formula)
     problems = {"orbit": (Field(*formulas, differentiable=True), DIFFERENTIABLE["orbit"][1])}
-    measured = slope("orbit", solver(name, tol=1e-12), ORDERS[name], finer=0.5, problems=problems)
+    measured = slope("orbit", solver(name, tol=1e-12), ORDERS[name], finer=0.4, problems=problems)
     assert abs(measured - ORDERS[name]) < 0.2
 
 

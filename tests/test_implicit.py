@@ -71,8 +71,8 @@ def test_the_table_is_complete_and_registered():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_order_is_the_stated_one(name):
-    # a quarter of the usual steps: the error constants of implicit methods are small, and the stages solved to 1e-13
-    finer = {1: 0.2, 2: 0.2, 3: 0.2, 4: 0.2, 5: 0.15, 6: 0.1}[ORDERS[name]]
+    # an eighth of the usual steps: the error constants of implicit methods are small, and the stages solved to 1e-13
+    finer = {1: 0.15, 2: 0.12, 3: 0.15, 4: 0.12, 5: 0.12, 6: 0.08}[ORDERS[name]]
     assert_order(solver(name, tol=1e-13), ORDERS[name], problems=DIFFERENTIABLE, finer=finer)
 
 
@@ -267,6 +267,11 @@ def test_a_row_does_not_move_another_by_more_than_the_tolerance():
     alone = solve(bend, double([0.4, -0.3]), solver="radau5", n_steps=4).z
     beside = solve(bend, double([0.4, -0.3], [400.0, 300.0]), solver="radau5", n_steps=4).z[:1]
     torch.testing.assert_close(beside, alone, rtol=0, atol=1e-9)  # not 400 times the tolerance 3.7e-11
+    still = double([1.0], [0.0])  # the field of the second row, which is large, is zero: it needs no iteration
+    rough = solver("implicit_midpoint", nonlinear="fixed_point", tol=1e-4)
+    alone = solve(lambda z, l: -z, double([0.4]), solver=rough, n_steps=1).z
+    beside = solve(lambda z, l: -z * still, double([0.4], [4e6]), solver=rough, n_steps=1).z[:1]
+    assert torch.equal(beside, alone)
 
 
 # ---- gradients
@@ -454,9 +459,10 @@ def test_a_contraction_method_on_a_stiff_problem_fails_with_the_way_out(nonlinea
 
 
 def test_max_nfe_bounds_the_iterations():
-    with pytest.raises(SolverError, match="max_nfe = 25") as caught:
-        solve(bend, double(1.0, 0.3), solver="radau5", n_steps=100, max_nfe=25)
-    assert caught.value.nfe == 25
+    for limit in (2, 10, 13, 25, 40):
+        with pytest.raises(SolverError, match=f"max_nfe = {limit}") as caught, torch.no_grad():
+            solve(bend, double(1.0, 0.3), solver="radau5", n_steps=100, max_nfe=limit)
+        assert caught.value.nfe == limit
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -497,4 +503,4 @@ def test_a_tableau_of_the_user_is_solved_in_the_smallest_blocks():
     assert [(block.stop, block.inverse is None) for block in lobatto._blocks] == [(1, True), (3, False)]
     assert [(block.start, block.stop) for block in METHODS["sdirk2"]._blocks] == [(0, 1), (1, 2)]
     assert [(block.start, block.stop) for block in METHODS["radau5"]._blocks] == [(0, 3)]
-    assert_order(lobatto, 4, problems=DIFFERENTIABLE, finer=0.25)
+    assert_order(lobatto, 4, problems=DIFFERENTIABLE, finer=0.12)

@@ -119,7 +119,8 @@ def test_parallel_coupling_under_euler_adds_both_sublayers_of_the_same_state():
     assert (model.evolve(z, None).z - wanted).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize(("coupling", "weights"), zip(odeformer.COUPLINGS, ["piecewise", "shared"] * 2, strict=True))
+@pytest.mark.parametrize(("coupling", "weights"), [("lie", "piecewise"), ("strang", "shared"),
+                                                   ("parallel", "piecewise"), ("composed", "shared")])
 def test_zero_output_projections_make_every_solver_the_identity(weights, coupling):
     model = silence(tiny(block={"coupling": coupling}, weights=weights))
     ids = tokens()
@@ -286,6 +287,37 @@ def test_gradient_modes_agree_under_dropout(gradient):
     assert (grads[0] - grads[1]).abs().max() < 1e-12 * grads[0].abs().max()
 
 
+@pytest.mark.parametrize("coupling", ["lie", "strang", "parallel", "composed"])
+@pytest.mark.parametrize("gradient", ["checkpoint", "checkpoint_recursive", "reversible"])
+def test_every_exact_gradient_mode_equals_backprop_in_a_whole_model(gradient, coupling):
+    ids, grads = tokens(), []
+    model = tiny(n_layers=3, block={"coupling": coupling})
+    for mode in ("backprop", gradient):
+        chosen = model.with_solver("reversible_midpoint", gradient=mode, steps_per_layer=2)
+        model.zero_grad()
+        chosen(ids).square().sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert (grads[0] - grads[1]).abs().max() < 1e-9 * grads[0].abs().max()
+
+
+@pytest.mark.parametrize("name", ["rk2_learned", "rk2_gate", "rk4_family", "dense"])
+def test_learned_coefficients_belong_to_the_model_are_trained_and_saved(name, tmp_path):
+    model = tiny(solver=name, block={"coupling": "composed"})
+    learned = [p for key, p in model.named_parameters() if key.startswith("solver.")]
+    assert learned
+    model(tokens()).square().sum().backward()
+    assert any(p.grad.abs().sum() > 0 for p in learned)
+    with torch.no_grad():
+        for p in learned:
+            p.add_(0.01)
+    model.save(tmp_path)
+    ids = tokens()
+    assert torch.equal(odeformer.load(tmp_path)(ids), model(ids))
+    plain = model.with_solver("euler")
+    assert not any(key.startswith("solver.") for key, _ in plain.named_parameters())
+    assert any(key.startswith("solver.") for key, _ in model.named_parameters())
+
+
 def test_bfloat16_weights_and_autocast_keep_the_depth_state_in_float32():
     model = tiny(n_layers=6).float()
     ids = tokens()
@@ -374,7 +406,8 @@ def wrong(call, error, *words):
 
 def test_wrong_configurations_name_the_argument_and_list_what_is_known():
     wrong(lambda: BlockConfig(10, 3), ValueError, "d_model", "n_heads", "10", "3")
-    wrong(lambda: BlockConfig(8, 2, attention="softmaxx"), ValueError, "attention", "softmaxx", "did you mean 'softmax'")
+    wrong(lambda: BlockConfig(8, 2, attention="softmaxx"), ValueError, "attention", "softmaxx",
+          "did you mean 'softmax'")
     wrong(lambda: BlockConfig(8, 2, norm="batch"), ValueError, "norm", "batch", "known:", "pre")
     wrong(lambda: BlockConfig(8, 2, coupling="li"), ValueError, "coupling", "composed")
     wrong(lambda: BlockConfig(8, 2, dropout=1.0), ValueError, "dropout")

@@ -100,6 +100,13 @@ def test_anderson_solves_a_linear_system_that_expands_and_takes_fewer_calls_on_a
     assert counts["anderson"] * 5 < counts["fixed_point"]
 
 
+def test_anderson_drops_columns_that_add_nothing():
+    # eight copies of one expanding equation: all residuals are parallel, one column is left, which is the secant method
+    root = solve("anderson", lambda y: 2 * torch.cos(y), torch.ones(8, dtype=torch.float64), max_iterations=12)
+    assert root.converged and (root.y - 2 * torch.cos(root.y)).abs().max() < 1e-11
+    assert (root.y - 1.029866529322259).abs().max() < 1e-11
+
+
 def test_a_window_larger_than_the_system_is_cut_down_to_it():
     assert abs(solve(Anderson(window=20), torch.cos, double(0.2)).y.item() - DOTTIE) < 2e-12
 
@@ -272,6 +279,16 @@ def test_a_linear_system_that_is_not_solved_in_backward_is_an_error():
                             count=lambda: None, fail=lambda left: ArithmeticError(f"left {left:.3f}"))
     with pytest.raises(ArithmeticError, match=r"left 0\.577"):
         y.sum().backward()
+
+
+def test_the_derivative_takes_any_size_and_passes_what_is_not_finite():
+    grads = {}
+    for size in (1.0, 1e-200, 1e200, math.inf, math.nan):  # a loss scaler tries sizes that overflow
+        theta = double(0.3, -0.2, 0.7).requires_grad_()
+        (grads[size],) = torch.autograd.grad(rooted(theta, 2)[0], theta, double(1.0, 2.0, -1.0) * size)
+    for size in (1e-200, 1e200):
+        torch.testing.assert_close(grads[size] / size, grads[1.0], rtol=1e-12, atol=0)
+    assert grads[math.inf].isnan().all() and grads[math.nan].isnan().all()
 
 
 def test_nothing_is_left_on_the_leaf_of_the_recorded_graph():

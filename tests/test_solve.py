@@ -271,6 +271,22 @@ def test_gradients_reach_the_ends_of_the_span(name):
     assert (z - plain).abs().max() < 1e-7
 
 
+@pytest.mark.parametrize("name", ["rk4", "ab3", "dopri5"])
+@pytest.mark.parametrize("depth", [0.5, 0.53])
+def test_a_saved_state_stays_at_its_depth_while_the_ends_of_the_span_move(name, depth):
+    """z' = -z from l0: z(l) = exp(l0 - l), so d z(l) / d l0 = z(l) and d z(l) / d l1 = 0."""
+    l0, l1 = torch.tensor(0.0, dtype=F64, requires_grad=True), torch.tensor(1.0, dtype=F64, requires_grad=True)
+    amount = {"rtol": 1e-9, "atol": 1e-11} if SOLVERS[name].is_adaptive else {"n_steps": 64}
+    solution = solve(lambda z, l: -z, torch.ones(1, dtype=F64), span=(l0, l1), solver=name, save_at=[depth], **amount)
+    assert abs(solution.states.item() - math.exp(-depth)) < 1e-5
+    g0, g1 = torch.autograd.grad(solution.states.sum(), (l0, l1))
+    assert abs(g0 - math.exp(-depth)) < 1e-5 and abs(g1) < 1e-5
+    if not SOLVERS[name].is_adaptive:
+        with pytest.raises(ValueError, match="save_at inside a piece whose end needs gradients"):
+            solve(lambda z, l: -z, torch.ones(1, dtype=F64), span=(l0, l1), n_steps=64, save_at=[depth],
+                  gradient="adjoint")
+
+
 @pytest.mark.parametrize("name", list(EXPLICIT))
 def test_gradcheck_in_float64(name):
     z0 = start().requires_grad_()
