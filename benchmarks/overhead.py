@@ -1,12 +1,13 @@
 """What solve() costs: rk4, 12 steps, over 48 bare calls of the same field, and over torchdiffeq's rk4.
 
 Process time on one thread; the three are timed in turn, round after round, and each round gives a ratio, so that a
-busy machine slows all alike. ``block`` is a pre-norm Transformer layer, ``linear`` tanh(z W), the cheapest field one
-may have.
+busy machine slows all alike; garbage collection is off, as in timeit. ``block`` is a pre-norm Transformer layer,
+``linear`` tanh(z W), the cheapest field one may have.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -22,7 +23,7 @@ from solvers import solve
 N_STEPS = 12
 COLUMNS = ("field", "state", "backward", "over bare f", "spread", "over torchdiffeq", "spread")
 PRESETS = {
-    "quick": {"seeds": 1, "rounds": 15, "seconds": 0.2},
+    "quick": {"seeds": 1, "rounds": 31, "seconds": 0.1},
     "cpu": {"seeds": 1, "rounds": 41, "seconds": 0.5},
 }
 SHAPES = [(1, 8, 32), (8, 32, 64), (8, 64, 256)]
@@ -89,8 +90,13 @@ def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
 
     timed(ours, 3), timed(theirs, 3)
     repeats = max(1, round(case["seconds"] / 3 / timed(bare, 3)))
-    rounds = [[timed(call, repeats) for call in (bare, ours, theirs)] for _ in range(case["rounds"])]
-    torch.set_num_threads(threads)
+    gc.collect()
+    gc.disable()
+    try:
+        rounds = [[timed(call, repeats) for call in (bare, ours, theirs)] for _ in range(case["rounds"])]
+    finally:
+        gc.enable()
+        torch.set_num_threads(threads)
     over_bare, over_peer = [b / a for a, b, _ in rounds], [b / c for _, b, c in rounds]
     return [{"bare_ms": 1e3 * median(a for a, _, _ in rounds), "over_bare": median(over_bare),
             "over_bare_quartiles": quartiles(over_bare), "over_torchdiffeq": median(over_peer),
