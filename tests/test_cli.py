@@ -1,6 +1,7 @@
 """The commands odeformer and python -m benchmarks."""
 
 import json
+import re
 from types import MappingProxyType
 
 import pytest
@@ -110,3 +111,11 @@ def test_the_tables_in_the_readme_are_those_of_the_committed_results():
     assert "<!-- results: accuracy_vs_nfe -->" in text
     assert runner.fill(text) == text
     assert runner.fill(text.replace("| euler", "| eular")) == text
+
+
+def test_the_readme_names_every_solver():
+    text = (runner.RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"\w+", text))
+    for first, last, tail in re.findall(r"`([a-z]+\d)(?:_pec)?` \.\.\. `[a-z]+(\d)(_pec)?`", text):
+        names |= {f"{first[:-1]}{i}{tail}" for i in range(int(first[-1]), int(last) + 1)}
+    assert set(SOLVERS) <= names, set(SOLVERS) - names
