@@ -30,6 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 BENCHMARKS = {
     "accuracy_vs_nfe": "accuracy against NFE on real images, for solvers in training and after it",
     "work_precision": "error against NFE for every method and for other libraries, on problems with known answers",
+    "checks": "what an adaptive integrator must get right, and which libraries do",
     "gradients": "gradient error, evaluations and memory of each gradient mode, against the number of steps",
     "overhead": "what solve() costs over bare calls of the field, and beside torchdiffeq",
 }
