@@ -89,7 +89,7 @@ def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
 def evaluated(model: VisionEncoder, images: Any, solver: str, steps: int | None) -> tuple[dict[str, Any], torch.Tensor]:
     """A row about the test images, and the final state."""
     start = time.perf_counter()
-    logits, solution = model(images.test_x, return_solution=True)
+    logits, solution = model(images.test_x, return_solution=True, save_states=False)
     seconds = time.perf_counter() - start
     hits = (logits.argmax(-1) == images.test_y).float()
     return {"solver": solver, "steps": steps, "nfe": solution.nfe, "n_steps": solution.n_steps,

@@ -19,7 +19,7 @@ from odeformer.block import Block, BlockConfig, Composed, Part
 from odeformer.context import Context
 from solvers import SOLVERS, solve
 
-COLUMNS = ("solver", "gradient", "steps", "relative error", "NFE", "NFE backward", "saved KiB", "seconds")
+COLUMNS = ("solver", "gradient", "steps", "relative error", "NFE", "NFE backward", "saved KiB")
 PRESETS = {
     "quick": {"seeds": 1, "steps": (4, 8, 16, 32, 64)},
     "cpu": {"seeds": 1, "steps": (4, 8, 16, 32, 64, 128, 256)},
@@ -84,24 +84,29 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[tuple]:
     for row in rows:
         case = row["case"]
         yield (case["solver"], case["gradient"], case["steps"] or "adaptive", f"{row['error']:.1e}", row["nfe"],
-               row["nfe_backward"], f"{row['saved'] / 1024:.0f}", f"{row['seconds']:.2f}")
+               row["nfe_backward"], f"{row['saved'] / 1024:.0f}")
 
 
 def draw(rows: list[dict[str, Any]], figure: Any) -> None:
-    """Bytes saved and gradient error against the number of steps, for rk4 and reversible methods."""
+    """Bytes kept and gradient error against the number of steps: a colour a mode, a line style a method."""
     memory, error = figure.subplots(1, 2)
     colors = {"backprop": "#0072B2", "checkpoint": "#E69F00", "checkpoint_recursive": "#009E73",
               "adjoint": "#D55E00", "reversible": "#CC79A7", "implicit": "#56B4E9"}
-    for solver, style in (("rk4", "-"), ("leapfrog", "--"), ("reversible_midpoint", ":"), ("implicit_midpoint", "-.")):
+    styles = {"rk4": "-", "leapfrog": "--", "reversible_midpoint": ":", "implicit_midpoint": "-."}
+    for solver, style in styles.items():
         for mode in SOLVERS[solver].gradients:
             mine = [r for r in rows if (r["case"]["solver"], r["case"]["gradient"]) == (solver, mode)]
             x = [r["case"]["steps"] for r in mine]
             for axes, values in ((memory, [r["saved"] / 1024 for r in mine]), (error, [r["error"] for r in mine])):
-                axes.plot(x, values, style, marker="o", markersize=3, color=colors[mode], label=f"{solver}, {mode}")
+                axes.plot(x, values, style, marker="o", markersize=3, color=colors[mode])
     for axes, title in ((memory, "kept for backward (KiB)"), (error, "relative error of the gradient (float32)")):
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
         axes.set_xlabel("steps")
         axes.set_ylabel(title)
         axes.grid(alpha=0.3)
-    figure.legend(*memory.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=7)
+    memory.set_yscale("symlog", linthresh=4)  # recursive checkpointing keeps nothing but the input
+    memory.set_ylim(bottom=-0.5)
+    error.set_yscale("log")
+    lines = [error.plot([], [], color=color, label=mode)[0] for mode, color in colors.items()]
+    lines += [error.plot([], [], style, color="black", label=solver)[0] for solver, style in styles.items()]
+    figure.legend(handles=lines, loc="outside right upper", frameon=False)

@@ -22,7 +22,12 @@ _WHERE = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_WHERE)
 
 
+_MODULES = ("plots", "schedules", "train")
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"odeformer.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'odeformer' has no attribute {name!r}")
     return getattr(import_module(_WHERE[name]), name)

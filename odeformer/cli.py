@@ -94,8 +94,9 @@ def _train(args: argparse.Namespace) -> int:
     config = TrainConfig(steps=args.steps, seed=args.seed, batch_size=args.batch_size,
                          learning_rate=args.learning_rate, checkpoint_every=args.checkpoint_every)
     trainer = Trainer(model, data, config, args.out)
-    if args.resume and trainer.resume():
-        print(f"resumed at step {trainer.step}")
+    if args.resume:
+        found = trainer.resume()
+        print(f"resumed at step {trainer.step}" if found else f"nothing to resume in {args.out}: from step 0")
     if not trainer.run(stop_at=args.stop_at):
         print(f"stopped at step {trainer.step}; go on with --resume")
         return 130
@@ -122,7 +123,7 @@ def _evaluate(args: argparse.Namespace) -> int:
                 raise ValueError(f"--solvers takes NAME or NAME:STEPS, got {spec!r}")
             chosen = model.with_solver(name, **({"n_steps": int(steps)} if steps else {}))
         with torch.no_grad():
-            _, solution = chosen(data.test_x[:64], return_solution=True)
+            _, solution = chosen(data.test_x[:64], return_solution=True, save_states=False)
         score = accuracy(chosen, data.test_x, data.test_y)
         print(f"{chosen.config.depth.solver:<16}{solution.n_steps:>6}{solution.nfe:>6}{score:>10.4f}")
     return 0

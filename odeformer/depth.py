@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +16,7 @@ from odeformer.tables import at_least, look_up
 from odeformer.weights import WEIGHTS
 from solvers import Solution, SolverError
 from solvers.imex import ImexRungeKutta
+from solvers.learned import Learned
 from solvers.splitting import Splitting
 
 __all__ = ["DepthConfig", "Solution", "SolverError", "integrate"]
@@ -50,24 +53,44 @@ class DepthConfig:
                                  f"{self.steps_per_layer}")
         look_up(WEIGHTS, self.weights, "weights")
         solver = self.make_solver()
+        for name, default in (("steps_per_layer", 1), ("n_steps", None)):
+            if solver.is_adaptive and getattr(self, name) != default:
+                raise ValueError(f"{name} is for fixed-step solvers; {solver.name!r} chooses its steps from rtol and "
+                                 "atol")
         if self.gradient not in solver.gradients:  # solve() refuses what the coupling then rules out
             raise ValueError(f"gradient must be one of {', '.join(solver.gradients)} for solver {solver.name!r}, got "
                              f"{self.gradient!r}")
         for name in ("rtol", "atol"):
-            if getattr(self, name) is not None and not solver.is_adaptive:
+            value = getattr(self, name)
+            if value is not None and not solver.is_adaptive:
                 raise ValueError(f"{name} is for adaptive solvers; {solver.name!r} takes fixed steps")
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
 
-    def make_solver(self) -> Any:
-        """The solver, with its options. One with learned coefficients is a module, made anew."""
-        return solvers.get_solver(self.solver, **self.solver_options)
+    def make_solver(self, **shape: int) -> Any:
+        """The solver, with its options. One with learned coefficients is a module, made anew.
+
+        ``shape``: the model's d_model and number of steps, for learned solvers that have such options.
+        """
+        options = dict(self.solver_options)
+        if isinstance(self.solver, str) and isinstance(solvers.SOLVERS.get(self.solver), Learned):
+            known = inspect.signature(type(solvers.SOLVERS[self.solver])).parameters
+            options = {name: value for name, value in shape.items() if name in known} | options
+        return solvers.get_solver(self.solver, **options)
+
+    def steps(self, n_layers: int) -> int:
+        """Steps of a fixed-step solve over n_layers."""
+        return self.n_steps or n_layers * self.steps_per_layer
 
 
 def integrate(f: Any, z: Tensor, solver: Any, config: DepthConfig, n_layers: int, context: Context, *,
               save: bool = False) -> Solution:
     """Take z (batch, tokens, d_model) from l = 0 to l = n_layers with ``solver``, which ``config.make_solver()`` made.
 
-    A coupling that splits (lie, strang) wraps a fixed-step solver, unless that splits by itself (``strang``,
-    ``imex_euler``); an adaptive one integrates the sum of the parts, to which splitting converges as h goes to 0.
+    A coupling that splits (lie, strang) wraps a fixed-step solver, unless that takes a field's parts by itself
+    (``strang``, ``imex_euler``). Adaptive solvers, and those that remember earlier states (``leapfrog``, ``bdf2``,
+    ``dense``), which a splitting would move in between, integrate the sum of the parts, to which splitting converges
+    as h goes to 0.
     ``save`` keeps the state at every step (adaptive: at every layer).
 
     Raises ValueError for an adaptive or implicit solver in a causal model.
@@ -84,17 +107,19 @@ def integrate(f: Any, z: Tensor, solver: Any, config: DepthConfig, n_layers: int
     splitting = _splitting(f)
     if splitting is not None:
         solver = split(solver, SPLITTINGS[splitting])
-    n_steps = config.n_steps or n_layers * config.steps_per_layer
-    return solvers.solve(f, z, span=span, solver=solver, n_steps=n_steps, mask=context.mask, gradient=config.gradient,
-                         save_at="steps" if save else None)
+    return solvers.solve(f, z, span=span, solver=solver, n_steps=config.steps(n_layers), mask=context.mask,
+                         gradient=config.gradient, save_at="steps" if save else None)
 
 
 def split(solver: Any, splitting: type[Splitting]) -> Any:
-    """The solver with a field's parts taking turns; a reversible wrapper stays outside, so that it still reverses."""
-    if isinstance(solver, TAKES_PARTS):
-        return solver
+    """The solver with a field's parts taking turns, where it allows that (see ``integrate``).
+
+    A reversible wrapper stays outside, so that it still reverses.
+    """
     if isinstance(solver, solvers.Reversible):
         return replace(solver, base=split(solver.base, splitting), name=None)
+    if isinstance(solver, TAKES_PARTS) or getattr(solver, "remembers_states", False):
+        return solver
     return splitting(solver)
 
 

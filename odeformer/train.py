@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from odeformer.data.images import Images
 from odeformer.files import write_atomically, write_json
+from odeformer.models.store import to_dict
 from odeformer.schedules import SCHEDULES
 from odeformer.tables import at_least, look_up
 
@@ -77,7 +78,7 @@ class Trainer:
             factor = SCHEDULES[config.schedule](self.step + 1, warmup=config.warmup, total=config.steps)
             group["lr"] = config.learning_rate * factor
         x, y = self.batch(self.step)
-        logits, solution = self.model(x, return_solution=True)
+        logits, solution = self.model(x, return_solution=True, save_states=False)
         loss = F.cross_entropy(logits, y)
         value = loss.item()
         if not math.isfinite(value):
@@ -116,15 +117,19 @@ class Trainer:
         self.save()
         return True
 
+    def described(self) -> dict[str, Any]:
+        """All settings that the course of the run depends on, as plain values."""
+        return asdict(self.config) | {"data": self.data.name, "model": to_dict(self.model.config)}
+
     def save(self) -> None:
         """Write checkpoint.pt and results.json into ``out``, each whole or not at all."""
         if self.out is None:
             return
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step,
                  "rows": self.rows, "seconds": self.seconds, "rng": torch.get_rng_state(),
-                 "config": asdict(self.config)}
+                 "config": self.described()}
         write_atomically(self.out / "checkpoint.pt", lambda beside: torch.save(state, beside))
-        write_json(self.out / "results.json", {"config": asdict(self.config), "rows": self.rows,
+        write_json(self.out / "results.json", {"config": self.described(), "rows": self.rows,
                                                "seconds": self.seconds})
 
     def resume(self) -> bool:
@@ -139,7 +144,7 @@ class Trainer:
             state = torch.load(path, weights_only=True)
         except Exception as error:
             raise ValueError(f"{path} is damaged or no checkpoint ({error}); move it away to start anew") from error
-        for key, value in asdict(self.config).items():
+        for key, value in self.described().items():
             if state["config"].get(key) != value:
                 raise ValueError(f"{path} was written with {key} = {state['config'].get(key)!r}, this run has "
                                  f"{value!r}; use the same setting or another out folder")

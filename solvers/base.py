@@ -49,7 +49,9 @@ class Solver(Protocol):
 
     ``nodes`` are the depths within a step, as fractions of h, at which it evaluates f.
     ``init`` gives the memory with which a piece begins; a multistep method asked to do so hands it over unchanged.
-    ``step`` returns the next state and the next memory.
+    ``step`` returns the next state and the next memory. Optional: ``gradients``, the allowed gradient modes (backprop
+    and checkpoint unless said); ``nfe(n_steps)``, the evaluations of f in n_steps steps of one piece, where they are
+    known beforehand; ``remembers_states``, True where earlier states enter a step.
     """
 
     name: str
@@ -110,8 +112,12 @@ class Evaluator:
                 fits = False
             if not fits:
                 raise_shape(z, k)
+            if k.dtype is not z.dtype:
+                k = fit(k, z)
         elif not isinstance(k, tuple) or [x.shape for x in k] != [x.shape for x in z]:
             raise_shape(z, k)
+        else:
+            k = tuple(fit(x, y) for x, y in zip(k, z, strict=True))
         return k
 
     @property
@@ -122,6 +128,15 @@ class Evaluator:
             self._parts = tuple(Evaluator(part, self.work, self.dtypes, self.weight / len(parts))
                                 for part in parts) if parts else (self,)
         return self._parts
+
+
+def fit(k: Tensor, z: Tensor) -> Tensor:
+    """An increment that leaves z its dtype: wider ones are cast; half precision is left to type promotion."""
+    if k.dtype is z.dtype or k.dtype in HALF:
+        return k
+    if k.is_complex() and not z.is_complex():
+        raise TypeError(f"f must not return a complex increment ({k.dtype}) for a real state ({z.dtype})")
+    return k.to(z.dtype)
 
 
 def raise_shape(z: State, k: Any) -> None:

@@ -15,9 +15,8 @@ def is_traced(z: State) -> bool:
     """Inside torch.compile, a functorch transform or a CUDA graph capture, where no value can be read."""
     if torch.compiler.is_compiling():
         return True
-    x = tensors(z)[0]
-    return torch._C._functorch.is_functorch_wrapped_tensor(x) or (
-        x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(x) or
+               (x.is_cuda and torch.cuda.is_current_stream_capturing()) for x in tensors(z))
 
 
 def real(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -58,7 +57,7 @@ def check_amounts(solver: Solver, ends: tuple[float, float], n_steps: Any, grid:
     for name, value in (("n_steps", n_steps), ("max_nfe", max_nfe)):
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise TypeError(f"{name} must be an int, got {value!r}")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -87,8 +86,9 @@ def check_amounts(solver: Solver, ends: tuple[float, float], n_steps: Any, grid:
 
 def check_gradient(solver: Solver, gradient: Any, params: Any) -> tuple[Tensor, ...] | None:
     """A gradient mode that the solver has; ``params`` as a tuple."""
-    if gradient not in solver.gradients:
-        raise ValueError(f"gradient must be one of {', '.join(solver.gradients)} for solver {solver.name!r}, "
+    allowed = getattr(solver, "gradients", ("backprop", "checkpoint"))
+    if gradient not in allowed:
+        raise ValueError(f"gradient must be one of {', '.join(allowed)} for solver {solver.name!r}, "
                          f"got {gradient!r}")
     if params is None:
         return None

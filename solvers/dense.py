@@ -66,6 +66,8 @@ class Dense(Learned):
     above n_steps.
     """
 
+    remembers_states = True  # so that splitting, which moves states in between, refuses it
+
     name = "dense"
     n_stages = 1
     across_pieces = True

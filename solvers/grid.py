@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from solvers.base import Evaluator, SolverError, State, Step, VectorField, Work
 
@@ -75,7 +76,7 @@ def read_span(span: Any) -> tuple[float, float]:
     """The ends of span as floats. Raises TypeError or ValueError where they are not two different finite numbers."""
     try:
         l0, l1 = span
-        ends = float(l0), float(l1)
+        ends = tuple(float(l.detach() if isinstance(l, Tensor) else l) for l in (l0, l1))
     except (TypeError, ValueError) as error:
         raise TypeError(f"span must be a pair of numbers or 0-d tensors, got {span!r}") from error
     if not all(map(math.isfinite, ends)):
@@ -87,6 +88,8 @@ def read_span(span: Any) -> tuple[float, float]:
 
 def read_points(name: str, points: Any) -> list[float]:
     """Depth points as floats, from a sequence or a 1-d tensor."""
+    if isinstance(points, Tensor) and points.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} must not require grad: its points are constants; detach it (gradients reach span)")
     try:
         values = points.tolist() if hasattr(points, "tolist") else [float(x) for x in points]
     except (TypeError, ValueError) as error:
@@ -104,7 +107,19 @@ def read_grid(grid: Any) -> list[float]:
     steps = [y - x for x, y in pairwise(points)]
     if not steps or not (all(h > 0 for h in steps) or all(h < 0 for h in steps)):
         raise ValueError(f"grid must hold at least two points, strictly increasing or decreasing; got {points}")
+    if isinstance(grid, Tensor) and grid.dtype != torch.float64:  # an even grid in low precision is meant to be even
+        even = uniform(points[0], points[-1], len(points) - 1)
+        near = 4 * torch.finfo(grid.dtype).eps * max(abs(points[0]), abs(points[-1]))
+        if all(abs(x - y) <= near for x, y in zip(points, even, strict=True)):
+            return even
     return points
+
+
+def _moves(end: Tensor) -> bool:
+    """Whether derivatives, backward or forward, are wanted with respect to an end of the span."""
+    if end.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(end):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(end).tangent is not None
 
 
 def make_pieces(f: VectorField, span: tuple, ends: tuple[float, float], breakpoints: Sequence[float] | None,
@@ -129,7 +144,7 @@ def make_pieces(f: VectorField, span: tuple, ends: tuple[float, float], breakpoi
         cuts = [(b, a, g) for a, b, g in reversed(cuts)]
     pieces = []
     for i, (a, b, g) in enumerate(cuts):
-        moving = [end if position and isinstance(end, Tensor) and end.requires_grad else None
+        moving = [end if position and isinstance(end, Tensor) and _moves(end) else None
                   for end, position in zip(span, (i == 0, i == len(cuts) - 1), strict=True)]
         rescaled = any(end is not None for end in moving)
         tips = (a if moving[0] is None else moving[0], b if moving[1] is None else moving[1]) if rescaled else None
@@ -195,7 +210,10 @@ def make_steps(piece: Piece, points: list[float], nodes: tuple[float, ...], dtyp
         for c in nodes:
             x = l if c == 0 else end if c == 1 else l + c * h
             depths.append(min(max(x, inside[0]), inside[1]) if piece.nudge != (False, False) else x)
-    at = torch.tensor(depths, dtype=dtype, device=device).unbind()
+    at = torch.tensor(depths, dtype=dtype)
+    if device.type != "cpu":  # pinned and not waited for, so that the host runs ahead of the device
+        at = (at.pin_memory() if device.type == "cuda" else at).to(device, non_blocking=True)
+    at = at.unbind()
     m = len(nodes)
     for i, (l, end) in enumerate(pairwise(points)):
         steps.append(Step(l, end - l, at[i * m : (i + 1) * m]))

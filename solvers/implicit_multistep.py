@@ -104,6 +104,8 @@ class BDF(ImplicitMultistep):
     factors 2.41, 1.62, 1.28, 1.13 for orders 2 to 5: keep neighbouring steps well below that.
     """
 
+    remembers_states = True  # so that splitting, which moves states in between, refuses it
+
     prefix = "bdf"
     orders = (1, 6)
     own_nodes = (1.0,)

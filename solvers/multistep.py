@@ -111,6 +111,11 @@ class LinearMultistep:
         put(self, "_places", places)
 
     @property
+    def remembers_states(self) -> bool:
+        """Whether earlier states, not increments alone, enter a step (splitting refuses such a base)."""
+        return len(self.a) > 1
+
+    @property
     def n_history(self) -> int:
         """Earlier points a step needs, besides the current one."""
         return max(len(self.a), len(self.b)) - 1

@@ -90,6 +90,8 @@ class Leapfrog(ReversibleMethod):
     order 1 where f jumps). Stable for h λ within ±i only: where f dissipates, z_n and z_{n+1} drift apart.
     """
 
+    remembers_states = True  # so that splitting, which moves states in between, refuses it
+
     name: str = "leapfrog"
     across_pieces: bool = False
 
@@ -134,6 +136,8 @@ class ReversibleHeun(ReversibleMethod):
 
     w' = 2 z - w + h f(w, l),  z' = z + h/2 (f(w, l) + f(w', l + h)); w starts as z.
     """
+
+    remembers_states = True  # so that splitting, which moves states in between, refuses it
 
     name: str = "reversible_heun"
 
@@ -301,6 +305,8 @@ class Reversible(ReversibleMethod):
     ``base``: a name or a solver. ``coupling`` λ: at most 1; the closer to it the less rounding grows on the way back
     (by 1 / λ a step) and the smaller the stability region. The state should be float32 or better.
     """
+
+    remembers_states = True  # so that splitting, which moves states in between, refuses it
 
     base: Solver | str
     coupling: float = 0.999

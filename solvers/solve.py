@@ -26,7 +26,7 @@ UNIT = (0.0, 1.0)
 MAX_NFE = 10_000  # default bound on an adaptive solve
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Solution:
     """What a solve returns.
 
@@ -109,6 +109,10 @@ def solve(f: VectorField, z0: State, *, span: tuple = UNIT, solver: str | Solver
     work = Work(default if max_nfe is None else max_nfe)
     pieces = make_pieces(f, span, ends, breakpoints, work, dtypes if half else None)
     _check_span(solver, pieces)
+    nodes = getattr(solver, "nodes", (0.0,))
+    if (min(nodes) < 0 or max(nodes) > 1) and any(piece.nudge != (False, False) for piece in pieces):
+        raise ValueError(f"breakpoints rule out {solver.name!r}, which evaluates f beyond its steps, where f jumps; "
+                         "give f as pieces, or take another solver")
     # the modes that take over the whole solve have nothing to do where no gradient is wanted
     whole = gradient not in GRADIENTS and torch.is_grad_enabled()
     if whole and is_traced(z):

@@ -50,6 +50,9 @@ class Splitting:
             base = RUNGE_KUTTA[base]
         if isinstance(base, type) or not hasattr(base, "is_adaptive"):
             raise TypeError(f"base must be a name or a solver object, got {base!r}")
+        if getattr(base, "remembers_states", False):
+            raise ValueError(f"base must not remember earlier states, which splitting moves in between; {base.name} "
+                             "does (wrap the other way round for a reversible method: Reversible(LieTrotter(base)))")
         if base.is_adaptive:
             raise ValueError(f"base must be a fixed-step solver; {base.name} is adaptive")
         depths = [[start + c * (stop - start) for c in base.nodes] for start, stop in self.windows]

@@ -131,6 +131,20 @@ def test_zero_output_projections_make_every_solver_the_identity(weights, couplin
         assert (solution.z - model.embed(ids)).abs().max() < 1e-14, name
 
 
+@pytest.mark.parametrize("name", ["leapfrog", "bdf2", "reversible_midpoint", "ab3", "dopri5", "gauss4"])
+@pytest.mark.parametrize("coupling", ["lie", "strang"])
+def test_every_kind_of_solver_converges_to_one_answer_under_a_splitting_coupling(name, coupling):
+    model = tiny(n_layers=1, block={"coupling": coupling}, weights="shared")
+    with torch.no_grad():
+        for p in model.layers.parameters():
+            p.mul_(0.5)
+        z = model.embed(tokens())
+        reference = model.with_solver("dopri8", rtol=1e-9, atol=1e-11).evolve(z, None).z
+        amount = {"rtol": 1e-5} if SOLVERS[name].is_adaptive else {"n_steps": 100}
+        got = model.with_solver(name, **amount).evolve(z, None).z
+        assert (got - reference).norm() < 0.02 * (reference - z).norm()
+
+
 @pytest.mark.parametrize(("solver", "nfe"), [("euler", 6), ("midpoint", 12), ("rk4", 24)])
 @pytest.mark.parametrize("coupling", ["lie", "parallel"])
 def test_eqs_42_46_nfe_of_six_layers_counted_by_hooks_on_the_sublayers(solver, nfe, coupling):
@@ -316,6 +330,54 @@ def test_learned_coefficients_belong_to_the_model_are_trained_and_saved(name, tm
     plain = model.with_solver("euler")
     assert not any(key.startswith("solver.") for key, _ in plain.named_parameters())
     assert any(key.startswith("solver.") for key, _ in model.named_parameters())
+
+
+def test_learned_solvers_by_name_take_the_shape_of_the_model():
+    model = tiny(n_layers=3, solver="dense", block={"coupling": "composed"})
+    assert model.solver.n_steps == 3
+    assert tiny(solver="rk2_gate").solver.weight.shape == (2, 8)
+
+
+def test_with_solver_keeps_what_the_other_solver_knows_and_drops_the_rest():
+    model = tiny(solver="rk4", steps_per_layer=3, gradient="checkpoint")
+    assert model.with_solver("euler").config.depth.gradient == "checkpoint"
+    adaptive = model.with_solver("dopri5")
+    assert adaptive.config.depth.gradient == "backprop" and adaptive.config.depth.steps_per_layer == 1
+    assert adaptive(tokens()).shape == (2, LENGTH, 8)
+    model.train()
+    other = model.with_solver("rk4").eval()
+    assert not model.layers.training and not other.layers.training  # the layers are shared
+    wrong(lambda: DepthConfig(solver="dopri5", n_steps=4), ValueError, "n_steps", "dopri5")
+    wrong(lambda: DepthConfig(solver="dopri5", steps_per_layer=2), ValueError, "steps_per_layer", "dopri5")
+    wrong(lambda: DepthConfig(solver="dopri5", rtol=-1.0), ValueError, "rtol", "-1.0")
+    wrong(lambda: tiny(block={"init_options": {"gian": 2.0}}), ValueError, "gian", "known: gain")
+
+
+def test_states_are_kept_only_where_asked_for():
+    model = tiny(solver="rk4")
+    _, solution = model(tokens(), return_solution=True, save_states=False)
+    assert solution.states is None and solution.nfe == 8
+
+
+def test_nan_in_padding_reaches_no_real_token_and_causal_queries_end_with_the_keys():
+    model = tiny()
+    z = model.embed(tokens())
+    mask = torch.arange(LENGTH).expand(2, -1) < 9
+    clean = model.evolve(z, mask).z
+    z = z.masked_fill(~mask.unsqueeze(-1), float("nan"))
+    assert torch.equal(model.evolve(z, mask).z[mask], clean[mask])
+    attention = odeformer.ATTENTION["softmax"](8, 2).double()
+    x, memory = torch.randn(1, 2, 8, dtype=torch.float64), torch.randn(1, 5, 8, dtype=torch.float64)
+    full = attention(x, memory, mask=torch.ones(1, 5, dtype=torch.bool), causal=True)
+    assert (attention(x, memory, causal=True) - full).abs().max() < 1e-14
+
+
+def test_a_model_of_mixed_precision_is_loaded_as_it_was(tmp_path):
+    model = tiny().float()
+    model.layers.bfloat16()
+    model.save(tmp_path)
+    again = odeformer.load(tmp_path)
+    assert {k: v.dtype for k, v in again.state_dict().items()} == {k: v.dtype for k, v in model.state_dict().items()}
 
 
 def test_bfloat16_weights_and_autocast_keep_the_depth_state_in_float32():

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from solvers import SOLVERS, LieTrotter, SolverError, get_solver, solve
+from solvers import SOLVERS, LieTrotter, LinearMultistep, SolverError, get_solver, solve
 from solvers.learned import Learned
 
 FIXED = {name: solver for name, solver in SOLVERS.items() if not solver.is_adaptive}
@@ -285,6 +286,77 @@ def test_a_saved_state_stays_at_its_depth_while_the_ends_of_the_span_move(name, 
         with pytest.raises(ValueError, match="save_at inside a piece whose end needs gradients"):
             solve(lambda z, l: -z, torch.ones(1, dtype=F64), span=(l0, l1), n_steps=64, save_at=[depth],
                   gradient="adjoint")
+
+
+def test_forward_mode_derivatives_reach_the_span_too():
+    """z' = -z l from 0: z(s) = exp(-s² / 2), whose derivative is -s z."""
+    def run(s):
+        return solve(lambda z, l: -z * l, torch.ones(1, dtype=F64), span=(0.0, s), n_steps=64).z.sum()
+
+    s = torch.tensor(1.2, dtype=F64)
+    exact = -1.2 * math.exp(-0.72)
+    _, tangent = torch.func.jvp(run, (s,), (torch.ones_like(s),))
+    assert abs(tangent - exact) < 1e-7 and abs(torch.func.grad(run)(s) - exact) < 1e-7
+    assert abs(torch.func.jacfwd(run)(s) - exact) < 1e-7
+    with forward_ad.dual_level():
+        z = run(forward_ad.make_dual(s, torch.ones_like(s)))
+        assert abs(forward_ad.unpack_dual(z).tangent - exact) < 1e-7
+
+
+@pytest.mark.parametrize("name", ["grid", "save_at", "breakpoints"])
+def test_points_that_would_lose_their_gradient_are_refused(name):
+    points = torch.tensor([0.0, 0.5, 1.0], requires_grad=True)
+    amount = {} if name == "grid" else {"n_steps": 4}
+    with pytest.raises(ValueError, match=f"{name} must not require grad"):
+        solve(lambda z, l: -z, torch.ones(1), **{name: points}, **amount)
+
+
+def test_the_state_keeps_its_dtype_whatever_f_returns():
+    for name in ("rk4", "ab2", "dopri5", "backward_euler"):
+        amount = {} if SOLVERS[name].is_adaptive else {"n_steps": 3}
+        wide = solve(lambda z, l: -z.double(), torch.ones(3), solver=name, **amount).z
+        assert wide.dtype == torch.float32
+        with pytest.raises(TypeError, match="complex increment"):
+            solve(lambda z, l: 1j * z, torch.ones(3), solver=name, **amount)
+
+
+def test_a_method_that_evaluates_beyond_its_steps_is_refused_at_breakpoints():
+    with pytest.raises(ValueError, match="breakpoints rule out 'yoshida4'"):
+        solve(coupled, start(), solver="yoshida4", n_steps=4, breakpoints=[0.5])
+
+
+def test_an_even_grid_in_float32_counts_as_even():
+    leapfrog = LinearMultistep([0, 1], [2, 0])
+    grid = torch.linspace(0, 1, 12)
+    got = solve(coupled, start(), solver=leapfrog, grid=grid).z
+    assert torch.equal(got, solve(coupled, start(), solver=leapfrog, n_steps=11).z)
+
+
+def test_a_solver_of_ones_own_needs_no_more_than_the_protocol():
+    class Halves:
+        name, order, n_stages, embedded_order = "halves", 1, 1, None
+        is_implicit = is_adaptive = is_reversible = False
+        nodes = (0.0,)
+
+        def init(self, memory):
+            return None
+
+        def step(self, f, z, step, memory):
+            return z + step.h * f(z, step.at[0]), None
+
+    for gradient in ("backprop", "checkpoint"):
+        got = solve(coupled, start(), solver=Halves(), n_steps=7, gradient=gradient).z
+        assert (got - solve(coupled, start(), solver="euler", n_steps=7).z).abs().max() < 1e-15
+
+
+def test_vmap_over_one_tensor_of_a_tuple():
+    b = torch.ones(3, 2, dtype=F64)
+
+    def run(b):
+        return solve(lambda z, l: (-z[0], -z[1]), (torch.ones(2, dtype=F64), b), n_steps=4).z[1]
+
+    got = torch.func.vmap(run)(b)
+    assert (got - math.exp(-1)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", list(EXPLICIT))

@@ -175,3 +175,31 @@ def test_wrong_bases_are_named(make, error_class, words):
     with pytest.raises(error_class) as caught:
         make()
     assert words in str(caught.value)
+
+
+def test_every_base_of_the_registry_keeps_its_order_under_splitting_or_is_refused():
+    """A base that remembers states would undo what the other part did in between, and never converge."""
+    from solvers import SOLVERS, LieTrotter, Strang, get_solver
+    from solvers.learned import Learned
+    from solvers.splitting import Splitting
+
+    refused, orders = set(), {}
+    for name, solver in SOLVERS.items():
+        if solver.is_adaptive or solver.is_implicit or isinstance(solver, Learned | Splitting):
+            continue
+        for wrapper in (LieTrotter, Strang):
+            try:
+                split = wrapper(get_solver(name))
+            except ValueError as error:
+                assert "must not remember earlier states" in str(error)
+                refused.add(name)
+                continue
+            f, exact = PROBLEMS["orbit"]
+            coarse, fine = ((solve(f, exact(0.0), solver=split, n_steps=n).z - exact(1.0)).abs().max().item()
+                            for n in (128, 256))
+            orders[split.name] = (math.log2(coarse / fine), split.order)
+    assert refused == {"leapfrog", "reversible_heun", "reversible_midpoint", "reversible_rk4"}
+    low = {name: pair for name, pair in orders.items() if pair[0] < pair[1] - 0.25 and "momentum" not in name}
+    assert len(orders) > 60 and not low, low
+    with pytest.raises(ValueError, match="must not remember"):
+        LieTrotter(get_solver("bdf2"))

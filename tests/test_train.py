@@ -107,8 +107,11 @@ def test_checkpoints_that_do_not_fit_are_refused_with_what_to_do(tmp_path, capsy
     train(tmp_path, "--stop-at", "4")
     assert train(tmp_path, "--resume", "--learning-rate", "0.5") == 2
     assert "learning_rate" in capsys.readouterr().err
+    for other in (["--solver", "rk4"], ["--coupling", "parallel"], ["--dropout", "0.2"]):  # equal shapes, other runs
+        assert train(tmp_path, "--resume", *other) == 2
+        assert "was written with model" in capsys.readouterr().err
     assert train(tmp_path, "--resume", "--d-model", "16") == 2
-    assert "another model" in capsys.readouterr().err
+    assert "was written with model" in capsys.readouterr().err
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:1000])
     assert train(tmp_path, "--resume") == 2

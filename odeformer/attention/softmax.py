@@ -33,12 +33,12 @@ class SoftmaxAttention(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None,
                 causal: bool = False) -> Tensor:
-        """(batch, queries, d_model) -> (batch, queries, d_model)."""
+        """(batch, queries, d_model) -> (batch, queries, d_model). The last query stands at the last key if causal."""
         memory = x if memory is None else memory
         if mask is not None and mask.dim() == 2:
             memory = memory.masked_fill(~mask.unsqueeze(-1), 0)  # 0 * NaN would pass through the weighted sum
         q, k, v = self.heads(self.query(x)), self.heads(self.key(memory)), self.heads(self.value(memory))
-        if mask is None:
+        if mask is None and (not causal or q.shape[2] == k.shape[2]):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         else:
             seen = visible(mask, causal, q.shape[2], k.shape[2], q.device)

@@ -28,7 +28,7 @@ class DepthModel(nn.Module):
         super().__init__()
         at_least("n_layers", config.n_layers, 1)
         self.config = config
-        self.solver = config.depth.make_solver()  # a submodule where it has learned coefficients
+        self.solver = self._make_solver()  # a submodule where it has learned coefficients
         block = config.block
         self.layers = build(WEIGHTS, config.depth.weights, "weights", config.n_layers, lambda: Block(block),
                             options=config.depth.weights_options)
@@ -36,37 +36,48 @@ class DepthModel(nn.Module):
         kind = {name: block.norm_options[name] for name in ("kind", "eps") if name in block.norm_options}
         self.final_norm = make_norm(block.d_model, **kind) if final else nn.Identity()
 
+    def _make_solver(self) -> Any:
+        config = self.config
+        return config.depth.make_solver(d_model=config.block.d_model, n_steps=config.depth.steps(config.n_layers))
+
     def initialize(self) -> None:
         """Apply the configured initialiser (called at the end of construction)."""
-        initialise = look_up(INITIALIZERS, self.config.block.init, "init")
-        initialise(self, **self.config.block.init_options)
+        block = self.config.block
+        build(INITIALIZERS, block.init, "init", self, options=block.init_options)
 
     def evolve(self, z: Tensor, mask: Tensor | None, *, save: bool = False) -> Any:
         """Integrate z (batch, tokens, d_model) from l = 0 to n_layers; a Solution."""
-        context = Context(mask=mask, causal=self.causal, training=self.training)
+        if mask is not None:
+            z = z.masked_fill(~mask.unsqueeze(-1), 0)  # what padding holds, NaN perhaps, must not reach real tokens
+        context = Context(mask=mask, causal=self.causal, training=self.layers.training)
         field = self.layers.field(self.config.block.coupling, context)
         return integrate(field, z, self.solver, self.config.depth, self.config.n_layers, context, save=save)
 
     def with_solver(self, solver: Any, **options: Any) -> Self:
         """The same parameters under another solver (a name or an object; one with learned coefficients brings its own).
 
-        Options that DepthConfig has (steps_per_layer, rtol, gradient, ...) go there, others to the solver.
+        Options that DepthConfig has (steps_per_layer, rtol, gradient, ...) go there, others to the solver. What is not
+        given stays, as far as the other solver knows it: its steps unless it chooses them itself, its gradient mode or
+        else backprop. Training and evaluation mode are those of the shared layers.
         """
         known = {f.name for f in fields(DepthConfig)} - {"solver", "weights", "weights_options"}
-        depth = {"rtol": None, "atol": None, "solver_options": {}}
-        if "n_steps" in options:
-            depth["steps_per_layer"] = 1
-        if "steps_per_layer" in options:
-            depth["n_steps"] = None
-        depth |= {name: value for name, value in options.items() if name in known}
+        given = {name: value for name, value in options.items() if name in known}
         extra = {name: value for name, value in options.items() if name not in known}
-        if extra:
-            depth["solver_options"] = {**depth["solver_options"], **extra}
+        extra = {**given.pop("solver_options", {}), **extra}
+        bare = DepthConfig(solver=solver, solver_options=extra).make_solver()
+        depth = {"rtol": None, "atol": None, "solver_options": extra}
+        if bare.is_adaptive or "n_steps" in given:
+            depth["steps_per_layer"] = 1
+        if bare.is_adaptive or "steps_per_layer" in given:
+            depth["n_steps"] = None
+        if self.config.depth.gradient not in bare.gradients:
+            depth["gradient"] = "backprop"
+        depth |= given
         other = copy.copy(self)
         other._modules, other._parameters = dict(self._modules), dict(self._parameters)
         other.config = replace(self.config, depth=replace(self.config.depth, solver=solver, **depth))
         other._modules.pop("solver", None)
-        other.solver = other.config.depth.make_solver()
+        other.solver = other._make_solver()
         if isinstance(other.solver, nn.Module):
             other.solver.to(next(self.layers.parameters()).device)
         return other

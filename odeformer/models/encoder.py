@@ -48,10 +48,14 @@ class Encoder(DepthModel):
         """What the model returns, from the state at l = n_layers: here the final norm."""
         return self.final_norm(z)
 
-    def forward(self, tokens: Tensor, mask: Tensor | None = None, *, return_solution: bool = False) -> Any:
-        """States after the final norm; with ``return_solution`` also the Solution, whose z is before it."""
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, *, return_solution: bool = False,
+                save_states: bool = True) -> Any:
+        """States after the final norm; with ``return_solution`` also the Solution, whose z is before it.
+
+        The Solution holds the state at every step unless ``save_states`` is False.
+        """
         z = self.embed(tokens)
         check_mask(mask, tokens.shape)
-        solution = self.evolve(z, mask, save=return_solution)
+        solution = self.evolve(z, mask, save=return_solution and save_states)
         output = self.read_out(solution.z)
         return (output, solution) if return_solution else output

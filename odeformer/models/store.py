@@ -81,9 +81,10 @@ def load(folder: str | Path) -> Any:
         from safetensors import safe_open
 
         with safe_open(str(path), framework="pt") as file:
-            dtypes = {file.get_tensor(key).dtype for key in file.keys()}  # noqa: SIM118
-        if len(dtypes) == 1:
-            model = model.to(dtypes.pop())
+            dtypes = {key: file.get_tensor(key).dtype for key in file.keys()}  # noqa: SIM118
+        for key, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+            if key in dtypes:  # of tied tensors the file holds one
+                tensor.data = tensor.data.to(dtypes[key])
         load_model(model, str(path))
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut short: {error}") from error

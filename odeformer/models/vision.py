@@ -67,8 +67,8 @@ class VisionEncoder(DepthModel):
         x = self.patch_embedding(self.patches(images))
         return x + self.position(x.shape[1])
 
-    def forward(self, images: Tensor, *, return_solution: bool = False) -> Any:
-        """Class logits; with ``return_solution`` also the Solution."""
-        solution = self.evolve(self.embed(images), None, save=return_solution)
+    def forward(self, images: Tensor, *, return_solution: bool = False, save_states: bool = True) -> Any:
+        """Class logits; with ``return_solution`` also the Solution, with the state at every step if ``save_states``."""
+        solution = self.evolve(self.embed(images), None, save=return_solution and save_states)
         logits = self.head(self.final_norm(solution.z).mean(1))
         return (logits, solution) if return_solution else logits
