@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args) or 0
+    except BrokenPipeError:  # the reader left, as head does
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 0
     except (ValueError, TypeError, ImportError, OSError, FloatingPointError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _is_numerical(error):
             raise
@@ -114,7 +118,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from odeformer.train import accuracy
 
     model, data = load(args.folder), look_up(DATA, args.data, "data")()
-    print(f"{'solver':<16}{'steps':>6}{'NFE':>6}{'accuracy':>10}")
+    models = []
     for spec in args.solvers or [None]:
         chosen = model
         if spec is not None:
@@ -122,6 +126,9 @@ def _evaluate(args: argparse.Namespace) -> int:
             if steps and not steps.isdigit():
                 raise ValueError(f"--solvers takes NAME or NAME:STEPS, got {spec!r}")
             chosen = model.with_solver(name, **({"n_steps": int(steps)} if steps else {}))
+        models.append(chosen)
+    print(f"{'solver':<16}{'steps':>6}{'NFE':>6}{'accuracy':>10}")
+    for chosen in models:
         with torch.no_grad():
             _, solution = chosen(data.test_x[:64], return_solution=True, save_states=False)
         score = accuracy(chosen, data.test_x, data.test_y)

@@ -64,7 +64,7 @@ class DepthConfig:
             value = getattr(self, name)
             if value is not None and not solver.is_adaptive:
                 raise ValueError(f"{name} is for adaptive solvers; {solver.name!r} takes fixed steps")
-            if value is not None and not (value >= 0 and math.isfinite(value)):
+            if value is not None and not (isinstance(value, int | float) and value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
 
     def make_solver(self, **shape: int) -> Any:
@@ -121,6 +121,17 @@ def split(solver: Any, splitting: type[Splitting]) -> Any:
     if isinstance(solver, TAKES_PARTS) or getattr(solver, "remembers_states", False):
         return solver
     return splitting(solver)
+
+
+def check_coupling(solver: Any, coupling: Any, gradient: str) -> None:
+    """Raises ValueError where the coupling splits the solver and that rules out the gradient mode."""
+    splitting = getattr(coupling, "splitting", None)
+    if solver.is_adaptive or splitting is None:
+        return
+    chosen = split(solver, SPLITTINGS[splitting])
+    if gradient not in chosen.gradients:
+        raise ValueError(f"gradient must be one of {', '.join(chosen.gradients)} for solver {solver.name!r} under "
+                         f"coupling {splitting!r}, got {gradient!r}; couplings 'parallel' and 'composed' do not split")
 
 
 def _splitting(f: Any) -> str | None:

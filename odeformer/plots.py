@@ -76,6 +76,8 @@ def save(figure: Figure | Axes, path: str | os.PathLike) -> Path:
     if suffix not in known:
         formats = ", ".join(f".{name}" for name in sorted(known))
         raise ValueError(f"path must end in one of {formats}; got {path.name!r}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"path must be in a folder that exists; {path.parent} does not")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         figure.savefig(beside, format=suffix, dpi=200, bbox_inches="tight")  # labels beside axes are part of it

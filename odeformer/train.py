@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,6 +54,13 @@ class Trainer:
     def __init__(self, model: nn.Module, data: Images, config: TrainConfig, out: str | Path | None = None):
         self.model, self.data, self.config = model, data, config
         self.out = None if out is None else Path(out)
+        if self.out is not None:
+            try:
+                self.out.mkdir(parents=True, exist_ok=True)
+                write_atomically(self.out / "writable", lambda beside: beside.touch())
+                (self.out / "writable").unlink()
+            except OSError as error:
+                raise OSError(f"cannot write into {self.out} ({error.strerror}); choose another folder") from error
         decayed = [p for p in model.parameters() if p.dim() >= 2]
         others = [p for p in model.parameters() if p.dim() < 2]
         self.optimizer = torch.optim.AdamW(
@@ -144,10 +151,11 @@ class Trainer:
             state = torch.load(path, weights_only=True)
         except Exception as error:
             raise ValueError(f"{path} is damaged or no checkpoint ({error}); move it away to start anew") from error
-        for key, value in self.described().items():
-            if state["config"].get(key) != value:
-                raise ValueError(f"{path} was written with {key} = {state['config'].get(key)!r}, this run has "
-                                 f"{value!r}; use the same setting or another out folder")
+        stored = dict(flat(state["config"]))
+        for key, value in flat(self.described()):
+            if stored.get(key) != value:
+                raise ValueError(f"{path} was written with {key} = {stored.get(key)!r}, this run has {value!r}; use "
+                                 "the same setting or another out folder")
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -156,6 +164,15 @@ class Trainer:
         self.step, self.rows, self.seconds = state["step"], state["rows"], state["seconds"]
         torch.set_rng_state(state["rng"])
         return True
+
+
+def flat(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings as (dotted name, value)."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
 
 
 @torch.no_grad()

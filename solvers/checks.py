@@ -24,6 +24,11 @@ def real(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None or x.dim() < 2 else x.masked_fill(~mask.expand(x.shape[:-1]).unsqueeze(-1), 0)
 
 
+def zeroed(z: State, mask: Tensor | None) -> State:
+    """A state with padding set to 0."""
+    return real(z, mask) if isinstance(z, Tensor) else tuple(real(x, mask) for x in z)
+
+
 def check_finite(z: State, z0: State, mask: Tensor | None, l: float, h: float, work: Work) -> None:
     """The one host read of a fixed-step solve."""
     with torch.no_grad():
@@ -67,7 +72,7 @@ def check_amounts(solver: Solver, ends: tuple[float, float], n_steps: Any, grid:
                 raise ValueError(f"{name} is for fixed-step solvers; {solver.name!r} chooses its steps from rtol and "
                                  "atol")
         for name, value in (("rtol", rtol), ("atol", atol)):
-            if value is not None and not (value >= 0 and math.isfinite(value)):
+            if value is not None and not (isinstance(value, int | float) and value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
         if rtol == 0 and atol == 0:
             raise ValueError("rtol and atol must not both be 0")

@@ -132,6 +132,7 @@ class _Pull(torch.autograd.Function):
     def forward(ctx: Any, whole: Whole, kept: list[Tensor], outputs: list[Tensor],
                 *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.whole, ctx.versions = whole, [x._version for x in whole.captured.inputs]
+        ctx.anchors = inputs
         ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
         return tuple(x.detach() for x in outputs)
@@ -149,16 +150,15 @@ class _Pull(torch.autograd.Function):
         whole.grads = []
         result = [*first, *rest]
         if torch.is_grad_enabled():  # create_graph=True
-            anchor = torch.ones((), requires_grad=True)
-            result = [None if g is None else _Once.apply(g, anchor, whole.mode) for g in result]
+            result = [None if g is None else _Once.apply(g, whole.mode, *ctx.anchors) for g in result]
         return (None, None, None, *result)
 
 
 class _Once(torch.autograd.Function):
-    """A gradient that cannot be differentiated again."""
+    """A gradient that cannot be differentiated again: tied to what it was taken for, so that autograd comes by here."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, mode: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mode: str, *anchors: Tensor) -> Tensor:
         ctx.mode = mode
         return x.view_as(x)
 

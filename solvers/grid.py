@@ -127,7 +127,11 @@ def make_pieces(f: VectorField, span: tuple, ends: tuple[float, float], breakpoi
     """Split the span where f jumps: at ``f.pieces``, at ``breakpoints`` and at ``f.breakpoints``."""
     low, high = sorted(ends)
     listed = getattr(f, "pieces", None)
+    if listed and not all(isinstance(piece, tuple | list) and len(piece) == 3 for piece in listed):
+        raise ValueError("f.pieces must be a list of (l0, l1, field)")
     fields = [(float(a), float(b), g) for a, b, g in listed] if listed else [(low, high, f)]
+    if not all(a < b for a, b, _ in fields):
+        raise ValueError(f"f.pieces must increase: each l0 below its l1; got {[(a, b) for a, b, _ in fields]}")
     for (_, b, _), (a, _, _) in pairwise(fields):
         if a != b:
             raise ValueError(f"f.pieces must adjoin and increase; one ends at {b} and the next starts at {a}")
@@ -202,6 +206,8 @@ def make_steps(piece: Piece, points: list[float], nodes: tuple[float, ...], dtyp
     first, last = piece.inside(dtype)
     inside = sorted((first, last))
     depths, steps = [], []
+    if extent > torch.finfo(dtype).max or not math.isfinite(points[-1] - points[0]):
+        raise ValueError(f"span must lie within what {dtype} can hold, got ({points[0]:g}, {points[-1]:g})")
     for l, end in pairwise(points):
         h = end - l
         if abs(h) <= eps * extent:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from solvers.adjoint import AdaptiveAdjoint, FixedAdjoint, warn_if_coarse
 from solvers.base import HALF, Solver, State, VectorField, Work, cast, tensors
-from solvers.checks import check_amounts, check_finite, check_gradient, check_mask, check_state, is_traced
+from solvers.checks import check_amounts, check_finite, check_gradient, check_mask, check_state, is_traced, zeroed
 from solvers.gradients import GRADIENTS, Halving, Report, Reversal, Stepwise
 from solvers.grid import Piece, make_pieces, place, read_grid, read_points, read_span
 from solvers.march import make_legs, march
@@ -83,7 +83,8 @@ def solve(f: VectorField, z0: State, *, span: tuple = UNIT, solver: str | Solver
         about log2(n) states), "reversible" (reversible methods: exact up to rounding, keeps no states; see
         ``Solution.reconstruction_error``), "implicit" (implicit methods); "adjoint" (of the continuous problem, keeps
         no states; warns on a coarse fixed grid). Second derivatives: backprop and checkpoint.
-    mask: bool, broadcastable to z without its last axis, True = real; others are out of every norm and check.
+    mask: bool, broadcastable to z without its last axis, True = real; others are out of every norm and check
+        (implicit methods start them at 0 and solve for them too).
     max_nfe: bound on the evaluations (adaptive default 10,000; an adaptive adjoint may use as many again in backward).
     params: all tensors that f depends on, for gradient modes that work outside autograd. They find them from f's first
         evaluation of each piece otherwise (closed over, non-leaf, swapped in by functional_call), or raise.
@@ -95,6 +96,8 @@ def solve(f: VectorField, z0: State, *, span: tuple = UNIT, solver: str | Solver
     32
     """
     solver = get_solver(solver)
+    if not callable(f) and not getattr(f, "pieces", None):
+        raise TypeError(f"f must be callable as f(z, l), got {type(f).__name__}")
     dtypes = check_state(z0)
     if grid is not None:
         grid = read_grid(grid)
@@ -107,6 +110,9 @@ def solve(f: VectorField, z0: State, *, span: tuple = UNIT, solver: str | Solver
     z = cast(z0, [torch.float32 if d in HALF else d for d in dtypes]) if half else z0
     default = MAX_NFE if solver.is_adaptive else math.inf
     work = Work(default if max_nfe is None else max_nfe)
+    if solver.is_implicit:  # whose equations take the whole state together
+        z = zeroed(z, mask)
+        check_finite(z, z0, mask, ends[0], 0.0, work)
     pieces = make_pieces(f, span, ends, breakpoints, work, dtypes if half else None)
     _check_span(solver, pieces)
     nodes = getattr(solver, "nodes", (0.0,))

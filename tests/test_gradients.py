@@ -735,3 +735,15 @@ def test_a_compiled_field_is_searched_too():
         field = wrap(lambda z, l, made=made: f(z, l) * made)
         results.append(gradients(field, z0, [z0, scale, *f.parameters()], solver="alf", n_steps=6, gradient=mode)[1])
     assert difference(results[1], results[0]) < 1e-10
+
+
+@pytest.mark.parametrize(("mode", "solver"), [("adjoint", "rk4"), ("checkpoint_recursive", "rk4"),
+                                              ("reversible", "reversible_midpoint"), ("adjoint", "dopri5")])
+def test_a_second_derivative_is_refused_also_where_only_the_product_with_the_state_asks_for_it(mode, solver):
+    """d/dz of (g(z) z): the path through g must not be dropped in silence."""
+    z = torch.full((2, 3), 0.5, dtype=torch.float64, requires_grad=True)
+    amount = {"rtol": 1e-6} if solver == "dopri5" else {"n_steps": 32}
+    out = solve(lambda y, l: -y * y, z, gradient=mode, solver=solver, **amount).z
+    (g,) = torch.autograd.grad(out.sum(), z, create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad((g * z).sum(), z)

@@ -353,6 +353,22 @@ def test_with_solver_keeps_what_the_other_solver_knows_and_drops_the_rest():
     wrong(lambda: tiny(block={"init_options": {"gian": 2.0}}), ValueError, "gian", "known: gain")
 
 
+def test_with_solver_keeps_the_learned_coefficients_of_the_solver_that_the_model_has():
+    model = tiny(solver="rk2_learned")
+    with torch.no_grad():
+        model.solver.gamma.fill_(0.4)
+    again = model.with_solver("rk2_learned", steps_per_layer=2)
+    assert again.solver is model.solver
+    assert model.with_solver("rk2_learned", start=(0.5, 0.5)).solver is not model.solver
+
+
+def test_a_gradient_mode_that_the_coupling_rules_out_is_refused_when_the_model_is_made():
+    wrong(lambda: tiny(solver="alf", gradient="reversible"), ValueError, "gradient", "alf", "lie", "parallel")
+    tiny(solver="alf", gradient="reversible", block={"coupling": "parallel"})
+    tiny(solver="reversible_midpoint", gradient="reversible")
+    tiny(solver="leapfrog", gradient="reversible")
+
+
 def test_states_are_kept_only_where_asked_for():
     model = tiny(solver="rk4")
     _, solution = model(tokens(), return_solution=True, save_states=False)
@@ -435,6 +451,11 @@ def test_loading_says_what_is_wrong(tmp_path):
     (folder / "config.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="unknown key 'layers'"):
         odeformer.load(folder)
+    for broken in ({"model": "encoder", "config": None}, {"model": ["x"], "config": {}},
+                   {"model": "encoder", "config": {**stored["config"], "n_layers": "x"}}):
+        (folder / "config.json").write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match=r"config\.json"):
+            odeformer.load(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not a model's config"):
         odeformer.load(folder)

@@ -531,6 +531,7 @@ def test_a_fixed_step_solve_reads_from_the_device_at_most_once(name):
     ({"solver": "dopri5"}, ValueError, ["n_steps", "dopri5"]),
     ({"solver": "dopri5", "n_steps": None, "rtol": -1.0}, ValueError, ["rtol", "-1.0"]),
     ({"solver": "dopri5", "n_steps": None, "rtol": 0.0, "atol": 0.0}, ValueError, ["rtol", "atol"]),
+    ({"solver": "dopri5", "n_steps": None, "rtol": "1e-3"}, ValueError, ["rtol", "1e-3"]),
     ({"gradient": "exact"}, ValueError, ["gradient", "backprop", "exact"]),
     ({"save_at": [2.0]}, ValueError, ["save_at", "span"]),
     ({"save_at": [0.5, 0.2]}, ValueError, ["save_at"]),
@@ -598,6 +599,35 @@ def test_a_span_that_float32_cannot_resolve_is_an_error_not_a_standstill():
     with pytest.raises(SolverError, match="resolution"):
         solve(lambda z, l: z, torch.ones(1), span=(1e8, 1e8 + 1), n_steps=16)
     solve(lambda z, l: z, torch.ones(1, dtype=F64), span=(1e8, 1e8 + 1), n_steps=16)
+
+
+def test_a_span_that_float32_cannot_hold_is_refused():
+    for span in ((0.0, 1e39), (-1e308, 1e308)):
+        with pytest.raises(ValueError, match="span must lie within what"):
+            solve(lambda z, l: 0 * z, torch.ones(2), span=span, n_steps=2)
+
+
+@pytest.mark.parametrize("pieces", [[(0, 0.7, coupled), (0.7, 0.3, coupled), (0.3, 1, coupled)],
+                                    [(0, 0.5, coupled), (0.6, 1, coupled)], [(0, 0.5)], [(1, 0, coupled)]])
+def test_pieces_that_do_not_increase_and_adjoin_are_refused(pieces):
+    class Wrong:
+        pass
+
+    f = Wrong()
+    f.pieces = pieces
+    with pytest.raises(ValueError, match=r"f\.pieces must"):
+        solve(f, start(), n_steps=6)
+
+
+@pytest.mark.parametrize("name", ["gauss4", "backward_euler", "bdf2"])
+def test_implicit_methods_leave_padding_alone_and_name_a_start_that_is_not_finite(name):
+    z0 = torch.ones(2, 3, dtype=F64)
+    z0[1] = math.nan
+    alone = solve(lambda z, l: -z, z0[:1], solver=name, n_steps=4).z
+    padded = solve(lambda z, l: -z, z0, solver=name, n_steps=4, mask=torch.tensor([True, False])).z
+    assert (padded[0] - alone[0]).abs().max() < 1e-10
+    with pytest.raises(SolverError, match="z0 was not finite"):
+        solve(lambda z, l: -z, z0, solver=name, n_steps=4)
 
 
 def test_max_nfe_bounds_the_work():

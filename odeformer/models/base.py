@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from odeformer.block import Block
+from odeformer.block import COUPLINGS, Block
 from odeformer.context import Context
-from odeformer.depth import DepthConfig, integrate
+from odeformer.depth import DepthConfig, check_coupling, integrate
 from odeformer.init import INITIALIZERS
 from odeformer.norms import NORMS, make_norm
 from odeformer.tables import at_least, build, look_up
@@ -38,7 +38,9 @@ class DepthModel(nn.Module):
 
     def _make_solver(self) -> Any:
         config = self.config
-        return config.depth.make_solver(d_model=config.block.d_model, n_steps=config.depth.steps(config.n_layers))
+        solver = config.depth.make_solver(d_model=config.block.d_model, n_steps=config.depth.steps(config.n_layers))
+        check_coupling(solver, look_up(COUPLINGS, config.block.coupling, "coupling"), config.depth.gradient)
+        return solver
 
     def initialize(self) -> None:
         """Apply the configured initialiser (called at the end of construction)."""
@@ -54,7 +56,9 @@ class DepthModel(nn.Module):
         return integrate(field, z, self.solver, self.config.depth, self.config.n_layers, context, save=save)
 
     def with_solver(self, solver: Any, **options: Any) -> Self:
-        """The same parameters under another solver (a name or an object; one with learned coefficients brings its own).
+        """The same parameters under another solver, a name or an object.
+
+        One with learned coefficients brings its own, unless it is the one that the model has.
 
         Options that DepthConfig has (steps_per_layer, rtol, gradient, ...) go there, others to the solver. What is not
         given stays, as far as the other solver knows it: its steps unless it chooses them itself, its gradient mode or
@@ -77,7 +81,8 @@ class DepthModel(nn.Module):
         other._modules, other._parameters = dict(self._modules), dict(self._parameters)
         other.config = replace(self.config, depth=replace(self.config.depth, solver=solver, **depth))
         other._modules.pop("solver", None)
-        other.solver = other._make_solver()
+        same = isinstance(solver, str) and solver == self.config.depth.solver and not extra
+        other.solver = self.solver if same and isinstance(self.solver, nn.Module) else other._make_solver()
         if isinstance(other.solver, nn.Module):
             other.solver.to(next(self.layers.parameters()).device)
         return other

@@ -75,7 +75,10 @@ def load(folder: str | Path) -> Any:
         name, values = stored["model"], stored["config"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / 'config.json'} is not a model's config: {error}") from error
-    model = look_up(MODELS, name, "model")(from_dict(CONFIGS[name], values))
+    try:
+        model = look_up(MODELS, name, "model")(from_dict(CONFIGS[name], values))
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{folder / 'config.json'} does not describe a model: {error}") from error
     path = folder / "model.safetensors"
     try:
         from safetensors import safe_open
