@@ -112,7 +112,8 @@ def solve(f: VectorField, z0: State, *, span: tuple = UNIT, solver: str | Solver
     work = Work(default if max_nfe is None else max_nfe)
     if solver.is_implicit:  # whose equations take the whole state together
         z = zeroed(z, mask)
-        check_finite(z, z0, mask, ends[0], 0.0, work)
+        if not is_traced(z):
+            check_finite(z, z0, mask, ends[0], 0.0, work)
     pieces = make_pieces(f, span, ends, breakpoints, work, dtypes if half else None)
     _check_span(solver, pieces)
     nodes = getattr(solver, "nodes", (0.0,))
