@@ -1,13 +1,12 @@
 """What every integrator is made of: the vector field, the step, the evaluator that counts, the error.
 
 A vector field is any callable ``f(z, l)`` that returns the INCREMENT dz/dl, shaped like the state ``z``.
-It may carry three attributes, all optional:
+It may carry four attributes, all optional:
 
 * ``parts``: a sequence of fields whose sum is f (used by splitting methods);
 * ``pieces``: ``[(l0, l1, f_k), ...]``, increasing and adjoining: f is f_k between l0 and l1;
-* ``breakpoints``: depths where f jumps.
-
-A fourth, ``select(rows)``, gives the field restricted to some rows of the batch, for the per-sample engine.
+* ``breakpoints``: depths where f jumps;
+* ``select(rows)``: gives the field restricted to some rows of the batch (for the per-sample engine).
 """
 
 from __future__ import annotations

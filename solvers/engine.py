@@ -43,8 +43,12 @@ def interpolates(tableau: Tableau) -> bool:
 def engine(tableau: Tableau) -> type:
     """A subclass of torchdiffeq's adaptive Runge-Kutta solver that runs an FSAL tableau.
 
-    Raises ImportError where the installed torchdiffeq does not take the step that the tableau says.
+    Raises ImportError where torchdiffeq is missing, or does not take the step that the tableau says.
     """
+    try:
+        import torchdiffeq  # noqa: F401
+    except ImportError as error:
+        raise ImportError("adaptive methods need torchdiffeq: pip install torchdiffeq==0.2.5") from error
     try:
         made = _make(tableau)
         got = _one_step(made)

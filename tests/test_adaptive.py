@@ -568,3 +568,14 @@ def test_torchdiffeqs_callbacks_are_called_with_depth_state_and_step():
     accepted = [(l, h) for kind, l, h in field.told if kind == "accept"]
     assert [h for _, h in accepted] == out.steps and accepted[0][0] == 1.0
     assert len([kind for kind, *_ in field.told if kind == "try"]) == out.n_steps + out.n_rejected
+
+
+def test_a_missing_torchdiffeq_is_an_import_error_that_says_what_to_install(monkeypatch):
+    import sys
+
+    from solvers.engine import engine
+
+    getattr(engine, "cache_clear", lambda: None)()
+    monkeypatch.setitem(sys.modules, "torchdiffeq", None)
+    with pytest.raises(ImportError, match="pip install torchdiffeq"):
+        solve(lambda z, l: -z, torch.ones(2, 3), solver="dopri5")
