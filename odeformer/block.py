@@ -33,6 +33,7 @@ class BlockConfig:
     norm: str | type = field(default="pre", kw_only=True)
     coupling: str | type = field(default="lie", kw_only=True)
     position: str | type = field(default="learned", kw_only=True)
+    position_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     dropout: float = field(default=0.0, kw_only=True)
     attention_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     feedforward_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
@@ -55,6 +56,19 @@ class BlockConfig:
         for table, name in ((ATTENTION, "attention"), (FEEDFORWARD, "feedforward"), (NORMS, "norm"),
                             (COUPLINGS, "coupling"), (POSITIONS, "position"), (INITIALIZERS, "init")):
             look_up(table, getattr(self, name), name)
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        """Raises ValueError for settings that do not go together."""
+        from odeformer.positions import POSITIONS
+
+        if getattr(look_up(ATTENTION, self.attention, "attention"), "for_memory", False):
+            raise ValueError(f"attention {self.attention!r} is for cross-attention: its prior is centred on the tokens "
+                             "of a memory")
+        head_dim = self.d_model // self.n_heads
+        if getattr(look_up(POSITIONS, self.position, "position"), "turns", False) and head_dim % 2:
+            raise ValueError(f"position {self.position!r} turns pairs of coordinates, so head_dim = d_model / n_heads "
+                             f"must be even; got {head_dim}")
 
 
 class Sublayer(nn.Module):
@@ -68,32 +82,33 @@ class Sublayer(nn.Module):
         """The core on its normalised input."""
         return self.core(x)
 
-    def forward(self, z: Tensor, context: Context) -> Tensor:
-        """dz/dl, shaped like z (batch, tokens, d_model)."""
-        return self.placement(z, lambda x: context.drop(self, self.dropout, self.run(x, context)))
+    def forward(self, z: Tensor, context: Context, layer: int = 0) -> Tensor:
+        """dz/dl in a layer, shaped like z (batch, tokens, d_model)."""
+        k = self.placement(z, lambda x: context.drop(self, layer, self.dropout, self.run(x, context)))
+        return context.scale(layer, k)
 
 
 class AttentionSublayer(Sublayer):
     """Self-attention under the masks of the forward pass."""
 
     def run(self, x: Tensor, context: Context) -> Tensor:
-        return self.core(x, **context.attention(x.shape[1], x.device))
+        return self.core(x, **context.attention())
 
 
 class Block(nn.Module):
-    """The sublayers of one layer, in order."""
+    """The sublayers of one layer, in order. ``n_layers``: the model's depth, for entries that scale with it."""
 
-    def __init__(self, config: BlockConfig):
+    def __init__(self, config: BlockConfig, n_layers: int = 1):
         super().__init__()
-        d_model = config.d_model
+        d_model, shape = config.d_model, {"n_layers": n_layers}
 
         def placement() -> nn.Module:
-            return build(NORMS, config.norm, "norm", d_model, options=config.norm_options)
+            return build(NORMS, config.norm, "norm", d_model, options=config.norm_options, shape=shape)
 
         attention = build(ATTENTION, config.attention, "attention", d_model, config.n_heads,
-                          options=config.attention_options)
+                          options=config.attention_options, shape=shape)
         feedforward = build(FEEDFORWARD, config.feedforward, "feedforward", d_model, config.d_ff or 4 * d_model,
-                            options=config.feedforward_options)
+                            options=config.feedforward_options, shape=shape)
         self.attention = AttentionSublayer(attention, placement(), config.dropout)
         self.feedforward = Sublayer(feedforward, placement(), config.dropout)
 
@@ -104,13 +119,13 @@ class Block(nn.Module):
 
 
 class Part:
-    """One sublayer as a vector field f(z, l) within a forward pass."""
+    """One sublayer of a layer as a vector field f(z, l) within a forward pass."""
 
-    def __init__(self, sublayer: Sublayer, context: Context):
-        self.sublayer, self.context = sublayer, context
+    def __init__(self, sublayer: Sublayer, context: Context, layer: int = 0):
+        self.sublayer, self.context, self.layer = sublayer, context, layer
 
     def __call__(self, z: Tensor, l: Tensor) -> Tensor:
-        return self.sublayer(z, self.context)
+        return self.sublayer(z, self.context, self.layer)
 
 
 class Sum:
@@ -171,6 +186,6 @@ COUPLINGS = {
 }
 
 
-def block_field(block: Block, coupling: str | type, context: Context) -> Sum:
-    """The vector field of a block in a forward pass."""
-    return look_up(COUPLINGS, coupling, "coupling")([Part(sublayer, context) for sublayer in block.sublayers])
+def block_field(block: Block, coupling: str | type, context: Context, layer: int = 0) -> Sum:
+    """The vector field of a block in a forward pass, as the given layer."""
+    return look_up(COUPLINGS, coupling, "coupling")([Part(sublayer, context, layer) for sublayer in block.sublayers])

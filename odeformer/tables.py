@@ -23,8 +23,12 @@ def look_up(table: Mapping[str, Any], key: Any, what: str) -> Any:
     return table[key]
 
 
-def build(table: Mapping[str, Any], key: Any, what: str, *args: Any, options: Mapping[str, Any] | None = None) -> Any:
-    """An instance of the entry, with options. Raises ValueError for an option that the entry does not have."""
+def build(table: Mapping[str, Any], key: Any, what: str, *args: Any, options: Mapping[str, Any] | None = None,
+          shape: Mapping[str, Any] | None = None) -> Any:
+    """An instance of the entry, with options. Raises ValueError for an option that the entry does not have.
+
+    ``shape``: what the model knows (``n_layers``), for entries that have such an option and were not given it.
+    """
     import inspect
 
     entry, options = look_up(table, key, what), dict(options or {})
@@ -35,7 +39,7 @@ def build(table: Mapping[str, Any], key: Any, what: str, *args: Any, options: Ma
         if option not in known and not open_ended:
             listed = ", ".join(known) or "none"
             raise ValueError(f"unknown option {option!r} for {what} {key!r}; known: {listed}")
-    return entry(*args, **options)
+    return entry(*args, **{name: value for name, value in (shape or {}).items() if name in known} | options)
 
 
 def at_least(name: str, value: Any, least: int) -> None:

@@ -237,8 +237,8 @@ def test_dropout_draws_one_mask_a_solve_which_all_stages_and_steps_share():
     drawn = []
     original = odeformer.block.Context.drop
 
-    def spy(self, site, p, x):
-        y = original(self, site, p, x)
+    def spy(self, site, *rest):
+        y = original(self, site, *rest)
         if site is model.layers[0].attention:
             drawn.append((y != 0).flatten())
         return y
@@ -495,7 +495,7 @@ def test_wrong_configurations_name_the_argument_and_list_what_is_known():
     wrong(lambda: BlockConfig(8, 2, coupling="li"), ValueError, "coupling", "composed")
     wrong(lambda: BlockConfig(8, 2, dropout=1.0), ValueError, "dropout")
     wrong(lambda: BlockConfig(8.0, 2), TypeError, "d_model")
-    wrong(lambda: tiny(block={"attention_options": {"biass": True}}), ValueError, "biass", "attention", "known: bias")
+    wrong(lambda: tiny(block={"attention_options": {"biass": True}}), ValueError, "biass", "attention", "known:", "bias")
     wrong(lambda: DepthConfig(solver="rk5"), ValueError, "unknown solver 'rk5'", "rk4")
     wrong(lambda: DepthConfig(steps_per_layer=0), ValueError, "steps_per_layer")
     wrong(lambda: DepthConfig(n_steps=4, steps_per_layer=2), ValueError, "n_steps", "steps_per_layer")

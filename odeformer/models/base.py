@@ -14,7 +14,7 @@ from odeformer.block import COUPLINGS, Block
 from odeformer.context import Context
 from odeformer.depth import DepthConfig, check_coupling, integrate
 from odeformer.init import INITIALIZERS
-from odeformer.norms import NORMS, make_norm
+from odeformer.norms import make_norm
 from odeformer.tables import at_least, build, look_up
 from odeformer.weights import WEIGHTS
 
@@ -30,9 +30,9 @@ class DepthModel(nn.Module):
         self.config = config
         self.solver = self._make_solver()  # a submodule where it has learned coefficients
         block = config.block
-        self.layers = build(WEIGHTS, config.depth.weights, "weights", config.n_layers, lambda: Block(block),
-                            options=config.depth.weights_options)
-        final = getattr(look_up(NORMS, block.norm, "norm"), "final", True)
+        self.layers = build(WEIGHTS, config.depth.weights, "weights", config.n_layers,
+                            lambda: Block(block, config.n_layers), options=config.depth.weights_options)
+        final = getattr(self.layers[0].attention.placement, "final", True)
         kind = {name: block.norm_options[name] for name in ("kind", "eps") if name in block.norm_options}
         self.final_norm = make_norm(block.d_model, **kind) if final else nn.Identity()
 
@@ -51,7 +51,9 @@ class DepthModel(nn.Module):
         """Integrate z (batch, tokens, d_model) from l = 0 to n_layers; a Solution."""
         if mask is not None:
             z = z.masked_fill(~mask.unsqueeze(-1), 0)  # what padding holds, NaN perhaps, must not reach real tokens
-        context = Context(mask=mask, causal=self.causal, training=self.layers.training)
+        block = self.config.block
+        rotary = self.position.rotary(z.shape[1], block.d_model // block.n_heads, z.device)
+        context = Context(mask=mask, causal=self.causal, training=self.layers.training, rotary=rotary)
         field = self.layers.field(self.config.block.coupling, context)
         return integrate(field, z, self.solver, self.config.depth, self.config.n_layers, context, save=save)
 

@@ -36,7 +36,8 @@ class Encoder(DepthModel):
         d_model = config.block.d_model
         self.token_embedding = nn.Embedding(config.vocab_size, d_model)
         nn.init.normal_(self.token_embedding.weight, std=d_model**-0.5)
-        self.position = build(POSITIONS, config.block.position, "position", config.max_seq_len, d_model)
+        self.position = build(POSITIONS, config.block.position, "position", config.max_seq_len, d_model,
+                              options=config.block.position_options)
         self.initialize()
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ class VisionEncoder(DepthModel):
         self.patch_embedding = nn.Linear(config.channels * config.patch_size**2, d_model)
         nn.init.xavier_uniform_(self.patch_embedding.weight)
         nn.init.zeros_(self.patch_embedding.bias)
-        self.position = build(POSITIONS, config.block.position, "position", side * side, d_model)
+        self.position = build(POSITIONS, config.block.position, "position", side * side, d_model,
+                              options=config.block.position_options)
         self.head = nn.Linear(d_model, config.n_classes)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)

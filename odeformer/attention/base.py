@@ -1,0 +1,221 @@
+"""What all attention variants share: projections into heads, masks, windows, rotary positions.
+
+A variant is a subclass that overrides ``bias`` (a term added to the scores) or ``weights`` (the probabilities
+themselves). Both see ``Pairs``: queries and keys that meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, reduce
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from odeformer.positions import Rotary
+from odeformer.tables import at_least
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Queries and keys that meet.
+
+    ``query`` (batch, n_heads, queries, head_dim); ``key``, ``value`` (batch, n_heads, keys, head_dim). ``source``: the
+    query before rotary positions, from which priors are predicted. ``mask``: bool (batch, keys) or (batch, queries,
+    keys). ``first``: where among the keys the first query stands. ``window``: keys at a distance of window or more are
+    out of sight.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    source: Tensor
+    mask: Tensor | None = None
+    causal: bool = False
+    first: int = 0
+    window: int | None = None
+
+    @cached_property
+    def offset(self) -> Tensor:
+        """j - i, key position minus query position: (queries, keys), int64."""
+        n, m, device = self.query.shape[2], self.key.shape[2], self.query.device
+        return torch.arange(m, device=device) - torch.arange(self.first, self.first + n, device=device)[:, None]
+
+    @cached_property
+    def seen(self) -> Tensor | None:
+        """What each query may see, bool, broadcastable to (batch, heads, queries, keys); None: everything."""
+        parts = []
+        if self.mask is not None:
+            parts.append(self.mask[:, None, None] if self.mask.dim() == 2 else self.mask[:, None])
+        if self.causal:
+            parts.append(self.offset <= 0)
+        if self.window is not None:
+            parts.append(self.offset.abs() < self.window)
+        return reduce(torch.logical_and, parts) if parts else None
+
+
+def fused(pairs: Pairs, bias: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """softmax(scale Q K^T + bias) V by torch's fused kernel; a query that sees nothing gets 0.
+
+    ``scale``: 1 / sqrt(head_dim) if None.
+    """
+    query, key, value = pairs.query, pairs.key, pairs.value
+    if bias is not None:
+        bias = bias.to(query.dtype)
+    elif pairs.causal and pairs.mask is None and pairs.window is None and query.shape[2] == key.shape[2]:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    seen = pairs.seen
+    if seen is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    blind = None
+    if pairs.mask is not None:  # rows that see nothing look everywhere and are cleared, or they would turn NaN
+        blind = ~seen.any(-1, keepdim=True)
+        seen = seen | blind
+    bias = seen if bias is None else bias.masked_fill(~seen, float("-inf"))
+    y = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    return y if blind is None else y.masked_fill(blind, 0)
+
+
+def closed_softmax(scores: Tensor, seen: Tensor | None) -> Tensor:
+    """Softmax over the keys that may be seen, 0 elsewhere; all 0, never NaN, where none may be."""
+    if seen is None:
+        return scores.softmax(-1)
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    return scores.softmax(-1).masked_fill(~seen, 0)
+
+
+BLOCK = 64  # least number of queries that attend together under a window
+QK_NORMS = {
+    "none": lambda head_dim: nn.Identity(),
+    "rms": nn.RMSNorm,
+    "layer": nn.LayerNorm,
+}
+
+
+class Attention(nn.Module):
+    """softmax(Q K^T / sqrt(head_dim) + bias) V with n_heads heads; ``bias`` is the variant's, here none.
+
+    ``n_kv_heads``: heads of key and value, each serving n_heads / n_kv_heads queries (grouped-query attention, Ainslie
+    et al. 2023; 1 is multi-query, Shazeer 2019). ``qk_norm``: "none", "rms" or "layer", a norm over head_dim of
+    queries and keys (Henry et al. 2020; Dehghani et al. 2023). ``window``: token i sees j where |i - j| < window, at a
+    cost of tokens x window; None: all. ``bias``: whether the projections have one.
+
+    Raises ValueError where d_model is not a multiple of n_heads, or n_heads not one of n_kv_heads.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, *, n_kv_heads: int | None = None, qk_norm: str = "none",
+                 window: int | None = None, bias: bool = True):
+        super().__init__()
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        for name, value in (("d_model", d_model), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
+            at_least(name, value, 1)
+        if d_model % n_heads:
+            raise ValueError(f"d_model must be a multiple of n_heads; got d_model = {d_model}, n_heads = {n_heads}")
+        if n_heads % n_kv_heads:
+            raise ValueError(f"n_heads must be a multiple of n_kv_heads; got n_heads = {n_heads}, "
+                             f"n_kv_heads = {n_kv_heads}")
+        if window is not None:
+            at_least("window", window, 1)
+        if qk_norm not in QK_NORMS:
+            raise ValueError(f"qk_norm must be one of {', '.join(QK_NORMS)}, got {qk_norm!r}")
+        self.n_heads, self.n_kv_heads, self.head_dim, self.window = n_heads, n_kv_heads, d_model // n_heads, window
+        self.query = nn.Linear(d_model, d_model, bias=bias)
+        self.key = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias)
+        self.value = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias)
+        self.output = nn.Linear(d_model, d_model, bias=bias)
+        self.query_norm, self.key_norm = (QK_NORMS[qk_norm](self.head_dim) for _ in range(2))
+
+    def extra_repr(self) -> str:
+        """Heads and window, for print(model)."""
+        return f"n_heads={self.n_heads}, head_dim={self.head_dim}, window={self.window}"
+
+    def heads(self, x: Tensor) -> Tensor:
+        """(batch, tokens, heads * head_dim) -> (batch, heads, tokens, head_dim)."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each (batch, heads, tokens, head_dim)."""
+        query, key = self.query_norm(self.heads(self.query(x))), self.key_norm(self.heads(self.key(memory)))
+        return query, key, self.heads(self.value(memory))
+
+    def bias(self, pairs: Pairs) -> Tensor | None:
+        """What is added to the scores, broadcastable to (batch, heads, queries, keys)."""
+        return None
+
+    def scores(self, pairs: Pairs) -> Tensor:
+        """(batch, heads, queries, keys), before masking."""
+        scores, bias = pairs.query @ pairs.key.transpose(-1, -2) * self.head_dim**-0.5, self.bias(pairs)
+        return scores if bias is None else scores + bias
+
+    def weights(self, pairs: Pairs) -> Tensor:
+        """Attention probabilities (batch, heads, queries, keys), 0 where nothing may be seen."""
+        return closed_softmax(self.scores(pairs), pairs.seen)
+
+    def attend(self, pairs: Pairs) -> Tensor:
+        """(batch, heads, queries, head_dim): here through torch's fused kernel, equal to ``weights(pairs) @ value``."""
+        return fused(pairs, self.bias(pairs))
+
+    def pairs(self, x: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False,
+              rotary: Rotary | None = None) -> Pairs:
+        """Queries and keys of a call; the arguments are those of ``forward``."""
+        own, memory = memory is None, x if memory is None else memory
+        if mask is not None and mask.dim() == 2:
+            memory = memory.masked_fill(~mask.unsqueeze(-1), 0)  # 0 * NaN would pass through the weighted sum
+        source, key, value = self.project(x, memory)
+        query = source
+        if rotary is not None:
+            query, key = rotary.turn(source), rotary.turn(key)
+        group = self.n_heads // self.n_kv_heads
+        if group > 1:
+            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        if self.window is not None and not own and not causal:
+            raise ValueError("window is for self-attention, got a memory, whose tokens have no distance to the queries")
+        first = key.shape[2] - query.shape[2] if causal else 0
+        return Pairs(query, key, value, source, mask, causal, first, self.window)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False,
+                rotary: Rotary | None = None) -> Tensor:
+        """(batch, queries, d_model) -> (batch, queries, d_model).
+
+        ``memory`` (batch, keys, d_model): what is attended to, x itself if None. ``mask``: bool, True = may be seen,
+        (batch, keys) or (batch, queries, keys). ``causal``: no query sees a later key; the last query stands at the
+        last key. ``rotary``: turns queries and keys by their positions, which end at the same.
+        """
+        pairs = self.pairs(x, memory, mask=mask, causal=causal, rotary=rotary)
+        blocked = self.window is not None and (mask is None or mask.dim() == 2)
+        y = self.attend_in_blocks(pairs) if blocked else self.attend(pairs)
+        return self.output(y.transpose(1, 2).flatten(2))
+
+    def probabilities(self, x: Tensor, memory: Tensor | None = None, **arguments: object) -> Tensor:
+        """The attention weights of a call (batch, heads, queries, keys), for looking at; arguments as of the call."""
+        return self.weights(self.pairs(x, memory, **arguments))
+
+    def attend_in_blocks(self, pairs: Pairs) -> Tensor:
+        """``attend`` with each block of queries meeting only the keys that its window reaches.
+
+        Blocks are folded into the batch: distances are the same in each, so a variant does not notice.
+        """
+        n, m, reach = pairs.query.shape[2], pairs.key.shape[2], self.window - 1
+        size = max(self.window, BLOCK)
+        right = 0 if pairs.causal else reach
+        if n != m or n <= size + reach:
+            return self.attend(pairs)
+        n_blocks = -(-n // size)
+        spare = n_blocks * size - n  # rows added at the end, so that the blocks come out even
+
+        def queries(x: Tensor) -> Tensor:
+            x = F.pad(x, (0, 0, 0, spare)).unflatten(2, (n_blocks, size))  # (batch, heads, blocks, size, head_dim)
+            return x.transpose(1, 2).flatten(0, 1)
+
+        def keys(x: Tensor) -> Tensor:
+            x = F.pad(x, (0, 0, reach, right + spare)).unfold(2, reach + size + right, size)
+            return x.permute(0, 2, 1, 4, 3).flatten(0, 1)  # from (batch, heads, blocks, head_dim, keys of a block)
+
+        batch = pairs.query.shape[0]
+        mask = torch.ones(1, m, dtype=torch.bool, device=pairs.query.device) if pairs.mask is None else pairs.mask
+        mask = F.pad(mask, (reach, right + spare)).unfold(1, reach + size + right, size)
+        mask = mask.expand(batch, -1, -1).flatten(0, 1)  # False beyond both ends, too
+        y = self.attend(Pairs(queries(pairs.query), keys(pairs.key), keys(pairs.value), queries(pairs.source), mask,
+                              pairs.causal, reach, self.window))
+        return y.unflatten(0, (batch, n_blocks)).transpose(1, 2).flatten(2, 3)[:, :, :n]
