@@ -32,6 +32,12 @@ BENCHMARKS = {
     "work_precision": "error against NFE for every method and for other libraries, on problems with known answers",
     "checks": "what an adaptive integrator must get right, and which libraries do",
     "gradients": "gradient error, evaluations and memory of each gradient mode, against the number of steps",
+    "generation": "tokens per second and cache memory of generation, beside a plain torch decoder",
+    "local_attention": "time and memory of attention under a window, against the number of tokens",
+    "images": "digits and Fashion-MNIST under several solvers, beside a plain torch.nn Transformer",
+    "language": "bits per byte on Shakespeare under several solvers, beside a plain torch.nn Transformer",
+    "translation": "English to German under several solvers, beside a plain torch.nn Transformer",
+    "norm_gradients": "gradient of the loss against depth for each placement of the norm, 6 to 96 layers",
     "overhead": "what solve() costs over bare calls of the field, and beside torchdiffeq",
 }
 

@@ -13,9 +13,15 @@ _HOMES = {
     "odeformer.norms": ["NORMS"],
     "odeformer.positions": ["POSITIONS"],
     "odeformer.weights": ["WEIGHTS"],
+    "odeformer.fusion": ["FUSIONS"],
+    "odeformer.pruning": ["prune"],
     "odeformer.init": ["INITIALIZERS"],
-    "odeformer.models": ["MODELS", "Encoder", "EncoderConfig", "Decoder", "DecoderConfig", "VisionEncoder",
-                         "VisionConfig", "load"],
+    "odeformer.models": ["MODELS", "Encoder", "EncoderConfig", "Decoder", "DecoderConfig", "Seq2Seq",
+                         "Seq2SeqConfig", "SeriesEncoder", "SeriesConfig", "VisionEncoder", "VisionConfig", "load"],
+    "odeformer.cache": ["CACHES"],
+    "odeformer.heads": ["HEADS"],
+    "odeformer.tokenizers": ["TOKENIZERS", "BPETokenizer", "ByteTokenizer", "load_tokenizer", "pad_batch"],
+    "odeformer.data": ["DATA"],
 }
 _WHERE = {name: module for module, names in _HOMES.items() for name in names}
 

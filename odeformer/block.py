@@ -22,20 +22,29 @@ from odeformer.tables import at_least, build, look_up, probability
 @dataclass(frozen=True)
 class BlockConfig:
     """One layer. ``attention``, ``feedforward``, ``norm``, ``coupling``, ``position`` and ``init`` are table keys (or
-    own classes); the ``*_options`` go to the entries they name. ``dropout`` acts on each sublayer's output, with one
-    mask a solve. ``d_ff`` defaults to 4 d_model."""
+    own classes); the ``*_options`` go to the entries they name. ``cross_attention`` is a decoder's to its encoder.
+    ``d_ff`` defaults to 4 d_model.
+
+    ``dropout`` acts on each sublayer's output. ``dropout_per`` "solve": one mask for each piece of depth (layer) and
+    forward pass, shared by all stages and steps, so that what is integrated is one field; gradient modes that compute
+    it again use the same mask. "evaluation": a new mask whenever f is evaluated. Adaptive and implicit solvers refuse
+    that, as their error estimates and iterations would chase the noise, and so does gradient="adjoint", the gradient of
+    a flow that then does not exist; the other gradient modes draw the same numbers again."""
 
     d_model: int
     n_heads: int
     d_ff: int | None = field(default=None, kw_only=True)
     attention: str | type = field(default="softmax", kw_only=True)
+    cross_attention: str | type = field(default="softmax", kw_only=True)
     feedforward: str | type = field(default="gelu", kw_only=True)
     norm: str | type = field(default="pre", kw_only=True)
     coupling: str | type = field(default="lie", kw_only=True)
     position: str | type = field(default="learned", kw_only=True)
     position_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     dropout: float = field(default=0.0, kw_only=True)
+    dropout_per: str = field(default="solve", kw_only=True)
     attention_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    cross_attention_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     feedforward_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     norm_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     init: str | Callable = field(default="xavier_uniform", kw_only=True)
@@ -53,8 +62,11 @@ class BlockConfig:
         if self.d_ff is not None:
             at_least("d_ff", self.d_ff, 1)
         probability("dropout", self.dropout)
-        for table, name in ((ATTENTION, "attention"), (FEEDFORWARD, "feedforward"), (NORMS, "norm"),
-                            (COUPLINGS, "coupling"), (POSITIONS, "position"), (INITIALIZERS, "init")):
+        if self.dropout_per not in ("solve", "evaluation"):
+            raise ValueError(f"dropout_per must be 'solve' or 'evaluation', got {self.dropout_per!r}")
+        for table, name in ((ATTENTION, "attention"), (ATTENTION, "cross_attention"),
+                            (FEEDFORWARD, "feedforward"), (NORMS, "norm"), (COUPLINGS, "coupling"),
+                            (POSITIONS, "position"), (INITIALIZERS, "init")):
             look_up(table, getattr(self, name), name)
         self._check_pairs()
 
@@ -78,27 +90,44 @@ class Sublayer(nn.Module):
         super().__init__()
         self.core, self.placement, self.dropout = core, placement, dropout
 
-    def run(self, x: Tensor, context: Context) -> Tensor:
+    def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
         """The core on its normalised input."""
         return self.core(x)
 
     def forward(self, z: Tensor, context: Context, layer: int = 0) -> Tensor:
         """dz/dl in a layer, shaped like z (batch, tokens, d_model)."""
-        k = self.placement(z, lambda x: context.drop(self, layer, self.dropout, self.run(x, context)))
-        return context.scale(layer, k)
+        k = self.placement(z, lambda x: context.drop(self, layer, self.dropout, self.run(x, context, layer)))
+        return context.increment(layer, k)
 
 
 class AttentionSublayer(Sublayer):
     """Self-attention under the masks of the forward pass."""
 
-    def run(self, x: Tensor, context: Context) -> Tensor:
-        return self.core(x, **context.attention())
+    def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
+        return self.core(x, **context.attention(layer))
+
+
+class CrossAttentionSublayer(Sublayer):
+    """Attention to the memory of the forward pass, an encoder's output."""
+
+    def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
+        return self.core(x, **context.cross_attention(self))
+
+
+class RoutedSublayer(Sublayer):
+    """A layer of experts, which is told of the forward pass and reports to it."""
+
+    def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
+        return self.core(x, context.visit(self.core, layer))
 
 
 class Block(nn.Module):
-    """The sublayers of one layer, in order. ``n_layers``: the model's depth, for entries that scale with it."""
+    """The sublayers of one layer, in order: attention, attention to a memory if ``cross``, feed-forward.
 
-    def __init__(self, config: BlockConfig, n_layers: int = 1):
+    ``n_layers``: the model's depth, for entries that scale with it.
+    """
+
+    def __init__(self, config: BlockConfig, n_layers: int = 1, *, cross: bool = False):
         super().__init__()
         d_model, shape = config.d_model, {"n_layers": n_layers}
 
@@ -110,12 +139,20 @@ class Block(nn.Module):
         feedforward = build(FEEDFORWARD, config.feedforward, "feedforward", d_model, config.d_ff or 4 * d_model,
                             options=config.feedforward_options, shape=shape)
         self.attention = AttentionSublayer(attention, placement(), config.dropout)
-        self.feedforward = Sublayer(feedforward, placement(), config.dropout)
+        self.cross_attention = None
+        if cross:
+            core = build(ATTENTION, config.cross_attention, "cross_attention", d_model, config.n_heads,
+                         options=config.cross_attention_options, shape=shape)
+            self.cross_attention = CrossAttentionSublayer(core, placement(), config.dropout)
+        kind = RoutedSublayer if getattr(feedforward, "routed", False) else Sublayer
+        self.feedforward = kind(feedforward, placement(), config.dropout)
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
         """In the order in which a textbook layer applies them."""
-        return self.attention, self.feedforward
+        if self.cross_attention is None:
+            return self.attention, self.feedforward
+        return self.attention, self.cross_attention, self.feedforward
 
 
 class Part:

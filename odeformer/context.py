@@ -4,43 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from odeformer.cache import CachePass
 from odeformer.positions import Rotary
+from odeformer.routing import RoutingLog, Visit
 
 
 @dataclass
 class Context:
     """Made for a forward pass and passed along with the state.
 
-    ``mask``: (batch, tokens), True = real. ``causal``: no token sees a later one. ``training``: dropout acts.
+    ``mask``: (batch, tokens), True = real. ``causal``: no token sees a later one. ``training``: dropout acts, with one
+    mask a solve or, where ``dropout_per`` is "evaluation", a new one at each evaluation of the field.
     ``rotary``: what attention turns queries and keys by. ``keep``: for each layer a factor of its increment, a number
-    or a tensor (batch, 1, 1): layer drop; None where all is kept.
+    or a tensor (batch, 1, 1): layer drop; None where all is kept. ``cache``: holds keys and values of earlier tokens.
+    ``memory`` (batch, source, d_model) and ``memory_mask``: what cross-attention attends to.
+    ``routing``: what experts report.
     """
 
     mask: Tensor | None = None
     causal: bool = False
     training: bool = False
+    dropout_per: str = "solve"
     rotary: Rotary | None = None
     keep: Sequence[float | Tensor] | None = None
+    cache: CachePass | None = None
+    memory: Tensor | None = None
+    memory_mask: Tensor | None = None
+    routing: RoutingLog = field(default_factory=lambda: RoutingLog())
     _drops: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def attention(self) -> dict:
+    def attention(self, layer: int) -> dict[str, Any]:
         """The arguments of a self-attention beside the state."""
         arguments = {"mask": self.mask, "causal": self.causal}
-        return arguments if self.rotary is None else arguments | {"rotary": self.rotary}
+        if self.rotary is not None:
+            arguments["rotary"] = self.rotary
+        if self.cache is not None:
+            arguments |= {"mask": self.cache.mask, "slot": self.cache.attention(layer)}
+        return arguments
+
+    def cross_attention(self, site: nn.Module) -> dict[str, Any]:
+        """The arguments of a cross-attention beside the state."""
+        arguments = {"memory": self.memory, "mask": self.memory_mask}
+        if self.cache is not None:
+            arguments["first"] = self.cache.cache.n_tokens
+            slot = self.cache.memory(site)
+            held = slot.length  # all of the memory once it has been read; the same in every evaluation
+            arguments["memory"] = self.memory[:, held:]
+            arguments["slot"] = lambda key, value: slot.join(held, key, value)
+        return arguments
+
+    def visit(self, site: nn.Module, layer: int) -> Visit:
+        """What a routed layer sees. Raises ValueError for one with a capacity where a cache is read."""
+        if self.cache is not None and getattr(site.router, "capacity_factor", None) is not None:
+            raise ValueError("capacity_factor cannot be used with a cache, which does not keep how full experts are; "
+                             "pass cache=None to generate")
+        return self.routing.visit(site, layer, mask=self.mask, causal=self.causal, training=self.training)
 
     def drop(self, site: nn.Module, layer: int, p: float, x: Tensor) -> Tensor:
-        """Dropout with one mask a solve for each site and layer, so that all stages and steps see the same field."""
+        """Dropout with one mask a solve for each site and layer, so that all stages and steps see the same field
+        (unless ``dropout_per`` says otherwise)."""
         if not self.training or p == 0:
             return x
+        if self.dropout_per == "evaluation":
+            return x * _mask(x, p)
         key = id(site), layer
         if key not in self._drops:
-            self._drops[key] = torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+            self._drops[key] = _mask(x, p)
         return x * self._drops[key]
 
-    def scale(self, layer: int, increment: Tensor) -> Tensor:
-        """The increment of a layer under layer drop."""
-        return increment if self.keep is None else increment * self.keep[layer]
+    def increment(self, layer: int, k: Tensor) -> Tensor:
+        """dz/dl of a layer under layer drop; padding stands still, or a norm of zeros would make it stiff."""
+        if self.mask is not None:
+            k = k.masked_fill(~self.mask.unsqueeze(-1), 0)
+        return k if self.keep is None else k * self.keep[layer]
+
+
+def _mask(x: Tensor, p: float) -> Tensor:
+    """0 with probability p, else 1 / (1 - p)."""
+    return torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)

@@ -5,23 +5,31 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import solvers
 from odeformer.context import Context
-from odeformer.tables import at_least, look_up
+from odeformer.fusion import FUSIONS, Fusion
+from odeformer.layer_drop import DRAWS, SCHEDULES
+from odeformer.routing import RoutingLog, RoutingReport, Withheld
+from odeformer.tables import at_least, look_up, probability
 from odeformer.weights import WEIGHTS
 from solvers import Solution, SolverError
+from solvers.base import HALF
 from solvers.imex import ImexRungeKutta
 from solvers.learned import Learned
+from solvers.multistep import STARTERS, multistep_order
 from solvers.splitting import Splitting
 
 __all__ = ["DepthConfig", "Solution", "SolverError", "integrate"]
 
 TAKES_PARTS = (Splitting, ImexRungeKutta)  # solvers that treat a field's parts by themselves
+TRACKED = ("backprop", "checkpoint")  # gradient modes in which what a field computes beside its increment has a graph
 SPLITTINGS = {"lie": solvers.LieTrotter, "strang": solvers.Strang}
 
 
@@ -32,6 +40,15 @@ class DepthConfig:
     ``solver``: a name from SOLVERS or a solver object; ``solver_options`` go to it. ``steps_per_layer``: equal steps a
     layer; ``n_steps``: their total number instead, where weights do not jump between layers. ``rtol``, ``atol``: for
     adaptive solvers. ``weights``: a key of WEIGHTS. ``gradient``: a gradient mode of solve().
+
+    ``fusion``: a key of FUSIONS, what a layer's output is made of beside its increment (eqs. 23-30). Layers are then
+    solved one by one: an adaptive solver chooses its first step anew in each, a multistep method starts anew, gradient
+    modes act within a layer (its ends are kept), and the finiteness of the state is read once a layer.
+
+    ``layer_drop``: the probability 1 - ρ with which a layer is dropped in training; in evaluation its increment is
+    multiplied by ρ (eq. 31). ``layer_drop_per``: "sample", each row of a batch drops its own layers, or "batch".
+    ``layer_drop_schedule``: "constant", or "linear", layer i of L with the probability layer_drop * i / L. Weights that
+    are smooth in l become one piece a layer.
     """
 
     solver: Any = "euler"
@@ -43,6 +60,11 @@ class DepthConfig:
     atol: float | None = None
     solver_options: Mapping[str, Any] = field(default_factory=dict)
     weights_options: Mapping[str, Any] = field(default_factory=dict)
+    fusion: str | type | None = None
+    fusion_options: Mapping[str, Any] = field(default_factory=dict)
+    layer_drop: float = 0.0
+    layer_drop_per: str = "sample"
+    layer_drop_schedule: str = "constant"
 
     def __post_init__(self) -> None:
         at_least("steps_per_layer", self.steps_per_layer, 1)
@@ -52,6 +74,14 @@ class DepthConfig:
                 raise ValueError(f"n_steps and steps_per_layer must not both be given; got {self.n_steps} and "
                                  f"{self.steps_per_layer}")
         look_up(WEIGHTS, self.weights, "weights")
+        if self.fusion is not None:
+            look_up(FUSIONS, self.fusion, "fusion")
+        elif self.fusion_options:
+            raise ValueError(f"fusion_options are for a fusion, and fusion is None; got {dict(self.fusion_options)}")
+        probability("layer_drop", self.layer_drop)
+        for name, table in (("layer_drop_per", DRAWS), ("layer_drop_schedule", SCHEDULES)):
+            if getattr(self, name) not in table:
+                raise ValueError(f"{name} must be one of {', '.join(table)}, got {getattr(self, name)!r}")
         solver = self.make_solver()
         for name, default in (("steps_per_layer", 1), ("n_steps", None)):
             if solver.is_adaptive and getattr(self, name) != default:
@@ -84,31 +114,194 @@ class DepthConfig:
 
 
 def integrate(f: Any, z: Tensor, solver: Any, config: DepthConfig, n_layers: int, context: Context, *,
-              save: bool = False) -> Solution:
+              save: bool = False, fusion: Fusion | None = None) -> Solution:
     """Take z (batch, tokens, d_model) from l = 0 to l = n_layers with ``solver``, which ``config.make_solver()`` made.
 
     A coupling that splits (lie, strang) wraps a fixed-step solver, unless that takes a field's parts by itself
     (``strang``, ``imex_euler``). Adaptive solvers, and those that remember earlier states (``leapfrog``, ``bdf2``,
     ``dense``), which a splitting would move in between, integrate the sum of the parts, to which splitting converges
     as h goes to 0.
-    ``save`` keeps the state at every step (adaptive: at every layer).
+    ``save`` keeps the state at every step (adaptive: at every layer). ``fusion`` acts between layers (see DepthConfig);
+    the Solution is then a FusedSolution, whose states at whole l are those after fusion.
 
     Raises ValueError for an adaptive or implicit solver in a causal model.
     """
-    span = (0.0, float(n_layers))
     if context.causal and (solver.is_adaptive or solver.is_implicit):
         kind, chosen = (("adaptive", "step sizes chosen from") if solver.is_adaptive else
                         ("implicit", "iterations that stop at an error measured over"))
         raise ValueError(f"solver {solver.name!r} is {kind} and this model is causal: {chosen} a whole sequence let "
                          "later tokens move earlier outputs. Use an explicit fixed-step solver, such as 'rk4'")
+    amounts = ({"rtol": config.rtol, "atol": config.atol} if solver.is_adaptive else
+               {"n_steps": config.steps(n_layers)})
+    if fusion is not None and fusion.acts:
+        solution = _integrate_fused(f, z, solver, config, n_layers, context, save, fusion, amounts)
+    else:
+        solution = _solve(f, z, (0, n_layers), solver, context, config.gradient, save, amounts)
+    return _with_routing(solution, context, config.gradient)
+
+
+def _solve(f: Any, z: Tensor, span: tuple[int, int], solver: Any, context: Context, gradient: str, save: bool,
+           amounts: Mapping[str, Any]) -> Solution:
+    """A solve over the layers span[0] ... span[1] - 1."""
+    save_at = None
     if solver.is_adaptive:
-        return solvers.solve(f, z, span=span, solver=solver, rtol=config.rtol, atol=config.atol, mask=context.mask,
-                             gradient=config.gradient, save_at=range(n_layers + 1) if save else None)
-    splitting = _splitting(f)
-    if splitting is not None:
-        solver = split(solver, SPLITTINGS[splitting])
-    return solvers.solve(f, z, span=span, solver=solver, n_steps=config.steps(n_layers), mask=context.mask,
-                         gradient=config.gradient, save_at="steps" if save else None)
+        save_at = range(span[0], span[1] + 1) if save else None
+    else:
+        save_at = "steps" if save else None
+        splitting = _splitting(f)
+        solver = solver if splitting is None else split(solver, SPLITTINGS[splitting])
+        if context.routing.step is not None:
+            solver = _StepCounter(solver, context.routing)
+    return solvers.solve(f, z, span=tuple(map(float, span)), solver=solver, mask=context.mask, gradient=gradient,
+                         save_at=save_at, **amounts)
+
+
+@dataclass(frozen=True, eq=False)
+class DepthSolution(Solution):
+    """A model's Solution. ``losses``: "balance" and "router_z" of its experts, averaged over evaluations and layers;
+    empty where there are none. ``routing``: what its routers did, layer by layer, or None."""
+
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    routing: RoutingReport | None = None
+
+
+def _with_routing(solution: Solution, context: Context, gradient: str) -> DepthSolution:
+    """The solution with what the routers reported."""
+    report = RoutingReport.of(context.routing.records)
+    losses = {} if report is None else report.losses
+    if losses and torch.is_grad_enabled() and gradient not in TRACKED:
+        losses = Withheld(f"would have no gradient under gradient={gradient!r}, which evaluates the field outside "
+                          f"autograd; take gradient={' or '.join(map(repr, TRACKED))}")
+    kind = type(solution) if isinstance(solution, DepthSolution) else DepthSolution
+    values = {f.name: getattr(solution, f.name) for f in fields(solution)}
+    return kind(**values | {"losses": losses, "routing": report})
+
+
+class _StepCounter:
+    """A solver that tells the routers where its steps begin."""
+
+    def __init__(self, solver: Any, log: RoutingLog):
+        self.solver, self.log = solver, log
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.solver, name)
+
+    def step(self, *args: Any) -> Any:
+        self.log.step += 1
+        return self.solver.step(*args)
+
+
+@dataclass(frozen=True, eq=False)
+class FusedSolution(DepthSolution):
+    """The solutions of layers that were solved one by one, as one.
+
+    ``states`` at whole l are those after fusion; ``layers``: the Solution of each layer, its z before fusion.
+    """
+
+    layers: tuple[Solution, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Together:
+    """The work and the reports of several solutions."""
+
+    solutions: tuple[Solution, ...]
+
+    @property
+    def total(self) -> float:
+        """Evaluations so far, backward included."""
+        return _whole(sum(part.nfe + part.nfe_backward for part in self.solutions))
+
+    @property
+    def reconstruction_error(self) -> float | None:
+        """The largest."""
+        errors = [part.reconstruction_error for part in self.solutions]
+        return max((error for error in errors if error is not None), default=None)
+
+
+def _whole(amount: float) -> int | float:
+    """An int where whole."""
+    rounded = round(amount, 6)
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
+def _integrate_fused(f: Any, z: Tensor, solver: Any, config: DepthConfig, n_layers: int, context: Context,
+                     save: bool, fusion: Fusion, amounts: Mapping[str, Any]) -> FusedSolution:
+    """Layer by layer, with the fusion between them."""
+    dtype = z.dtype
+    if dtype in HALF:  # the state stays float32 between layers, too; as in solve(), f sees it in its own dtype
+        f, z = _InDtype(f, dtype), z.float()
+        if solver.is_adaptive:
+            coarse = max(1e-3, 4 * torch.finfo(dtype).eps)  # the default tolerances of solve()
+            amounts = {"rtol": coarse if config.rtol is None else config.rtol,
+                       "atol": coarse * 1e-3 if config.atol is None else config.atol}
+    if not solver.is_adaptive:
+        amounts = {"n_steps": amounts["n_steps"] // n_layers}
+    starter = _starter(fusion, solver)
+    states, increments, layers, asides, saved = [z], [], [], [], [z]
+    for layer in range(n_layers):
+        start, span = fusion.start(layer, states), (layer, layer + 1)
+        inside = save and not solver.is_adaptive
+        part = _solve(f, start, span, solver, context, config.gradient, inside, amounts)
+        z, increment = fusion.finish(layer, start, part.z, increments, states, context)
+        if starter is not None and layer in fusion.late:
+            asides.append(part)
+            gradient = config.gradient if config.gradient in starter.gradients else "backprop"  # exact all the same
+            part = _solve(f, start, span, starter, context, gradient, inside, amounts)
+            z = part.z
+        layers.append(part)
+        if save:
+            saved += [*(part.states[1:-1] if inside else ()), z]
+        states = [z, *states][:fusion.n_states]
+        increments = [increment, *increments][:fusion.n_increments - 1]
+    return _merge(layers, asides, z.to(dtype), [state.to(dtype) for state in saved] if save else None)
+
+
+def _merge(layers: list[Solution], asides: list[Solution], z: Tensor, saved: list[Tensor] | None) -> FusedSolution:
+    """One Solution of those of the layers; ``saved``: the states at its depths."""
+    depths = None
+    if saved is not None:
+        depths = [0.0, *(l for i, part in enumerate(layers) for l in (part.depths or (i, float(i + 1)))[1:])]
+    by_row = bool(layers[0].steps) and isinstance(layers[0].steps[0], list)  # a per-sample solve
+    steps, errors = ([list(chain(*row)) for row in zip(*lists, strict=True)] if by_row else list(chain(*lists))
+                     for lists in ([part.steps for part in layers], [part.errors for part in layers]))
+    together = _Together((*layers, *asides))
+    return FusedSolution(
+        z=z, l=layers[-1].l, states=None if saved is None else torch.stack(saved), depths=depths,
+        nfe=_whole(sum(part.nfe for part in together.solutions)),
+        n_steps=max(map(len, steps)) if by_row else sum(part.n_steps for part in layers), steps=steps,
+        n_rejected=sum(part.n_rejected for part in layers), errors=errors, layers=tuple(layers), _work=together,
+        _report=together)
+
+
+def _starter(fusion: Fusion, solver: Any) -> Any:
+    """What takes the layers for which a fixed fusion has too little history; None: the solver itself does."""
+    if not fusion.late:
+        return None
+    if fusion.starter is not None:
+        return solvers.get_solver(fusion.starter)
+    if isinstance(solver, Learned):
+        return None
+    order = multistep_order(fusion.a, fusion.b)
+    if order <= solver.order:
+        return None
+    if order not in STARTERS:
+        raise ValueError(f"starter must be given for weights of order {order}: a solver of at least that order")
+    return solvers.get_solver(STARTERS[order])
+
+
+class _InDtype:
+    """A field that is given the state in its own dtype, and the pieces and parts of it."""
+
+    def __init__(self, f: Any, dtype: torch.dtype):
+        self.f, self.dtype = f, dtype
+        self.splitting = getattr(f, "splitting", None)
+        pieces, parts = getattr(f, "pieces", None), getattr(f, "parts", None)
+        self.pieces = pieces and [(a, b, _InDtype(piece, dtype)) for a, b, piece in pieces]
+        self.parts = parts and tuple(_InDtype(part, dtype) for part in parts)
+
+    def __call__(self, z: Tensor, l: Tensor) -> Tensor:
+        return self.f(z.to(self.dtype), l)
 
 
 def split(solver: Any, splitting: type[Splitting]) -> Any:
@@ -137,3 +330,54 @@ def check_coupling(solver: Any, coupling: Any, gradient: str) -> None:
 def _splitting(f: Any) -> str | None:
     pieces = getattr(f, "pieces", None)
     return getattr(pieces[0][2] if pieces else f, "splitting", None)
+
+
+def check_fusion(fusion: Fusion | None, solver: Any, config: DepthConfig, n_layers: int) -> None:
+    """Raises ValueError for what cannot be done layer by layer: a solver whose history runs across layers, a number of
+    steps that is not the same in each; and for layer drop under a fusion that has no state to leave as it was."""
+    fused = fusion is not None and fusion.acts
+    if (fused or config.layer_drop) and not solver.is_adaptive and config.steps(n_layers) % n_layers:
+        raise ValueError(f"n_steps must be a multiple of n_layers = {n_layers} with "
+                         f"{'fusion' if fused else 'layer_drop'}, which acts by layers; got {config.steps(n_layers)}")
+    if not fused:
+        return
+    base = solver
+    while base is not None:
+        if getattr(base, "across_pieces", False):
+            raise ValueError(f"fusion cannot be combined with solver {solver.name!r}, whose history runs across layers "
+                             "(it is a fusion itself), while a fusion changes the state between them")
+        base = getattr(base, "base", None)
+    if config.layer_drop and not fusion.form.drops_layers:
+        raise ValueError(f"layer_drop needs a layer that leaves the state as it was when it is dropped, and under the "
+                         f"form 'input' a layer's output is the norm of its increment alone; got {config.layer_drop}")
+    starter = _starter(fusion, solver)
+    if starter is not None and (starter.is_adaptive or starter.is_implicit or solver.is_adaptive):
+        raise ValueError("starter must be an explicit fixed-step solver, beside another fixed-step solver; got "
+                         f"{starter.name!r} beside {solver.name!r}")
+
+
+def check_rows(solver: Any, drawn: bool) -> None:
+    """Raises ValueError where rows leave the batch for which random factors were ``drawn``."""
+    if drawn and getattr(solver, "compact", False):
+        raise ValueError(f"solver {solver.name!r} takes finished rows out of the batch, where dropout and layer_drop "
+                         "have drawn for all of them; give solver_options={'compact': False}")
+
+
+def check_dropout(solver: Any, dropout: float, dropout_per: str, gradient: str) -> None:
+    """Raises ValueError where dropout drawn anew at each evaluation has no meaning."""
+    if not dropout or dropout_per == "solve":
+        return
+    reasons = {f"the adaptive solver {solver.name!r}, which takes noise for errors of its steps": solver.is_adaptive,
+               f"the implicit solver {solver.name!r}, whose iterations would never settle": solver.is_implicit,
+               "gradient='adjoint', that of a flow, which noise does not have": gradient == "adjoint"}
+    for what, found in reasons.items():
+        if found:
+            raise ValueError(f"dropout_per='evaluation' cannot be used with {what}; take dropout_per='solve'")
+
+
+def check_routing(solver: Any, routing: Any, gradient: str) -> None:
+    """Raises ValueError where experts are to be chosen once a step and steps are not simply taken one by one."""
+    if routing == "step" and (solver.is_adaptive or gradient not in TRACKED):
+        what = f"adaptive solver {solver.name!r}, which takes steps back" if solver.is_adaptive else (
+            f"gradient={gradient!r}, which takes steps again in another order")
+        raise ValueError(f"routing='step' cannot be used with {what}; take routing='solve' or 'evaluation'")

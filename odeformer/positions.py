@@ -1,30 +1,19 @@
 """Where tokens stand: ``POSITIONS[name](max_seq_len, d_model, **options)``, called ``(n_tokens)``.
 
-What a call returns is added to the embedding; ``rotary(n_tokens, head_dim, device)`` is what attention turns queries
-and keys by, or None.
+What a call returns is added to the embedding; ``rotary(n_tokens, head_dim, device, dtype)`` is what attention turns
+queries and keys by, or None.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
+from odeformer.rope import LAYOUTS, SCALINGS, Rope, Rotary, apply_rope
+from odeformer.tables import build
 
-class Rotary(NamedTuple):
-    """Tables of cos and sin (positions, head_dim / 2), float32, and which coordinates make a pair."""
-
-    cos: Tensor
-    sin: Tensor
-    layout: str = "half"
-
-    def turn(self, x: Tensor) -> Tensor:
-        """x (batch, heads, tokens, head_dim) turned; its last token stands at the last position."""
-        n = x.shape[2]
-        cos, sin = self.cos[-n:], self.sin[-n:]
-        a, b = x.float().chunk(2, -1)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+__all__ = ["LAYOUTS", "POSITIONS", "SCALINGS", "LearnedPosition", "NoPosition", "Rotary", "RotaryPosition",
+           "SinusoidalPosition", "apply_rope"]
 
 
 class NoPosition(nn.Module):
@@ -37,9 +26,13 @@ class NoPosition(nn.Module):
         """What is added to the embedding: 0, or (n_tokens, d_model)."""
         return 0.0
 
-    def rotary(self, n_tokens: int, head_dim: int, device: torch.device) -> Rotary | None:
-        """What attention turns queries and keys by."""
+    def rotary(self, n_tokens: int, head_dim: int, device: torch.device,
+               dtype: torch.dtype = torch.float32) -> Rotary | None:
+        """What attention turns queries and keys of a dtype by, at positions 0 to n_tokens - 1."""
         return None
+
+    def check(self, head_dim: int) -> None:
+        """Raises ValueError where heads of this size cannot be turned; here all can."""
 
 
 class LearnedPosition(NoPosition):
@@ -59,30 +52,54 @@ class SinusoidalPosition(NoPosition):
 
     def __init__(self, max_seq_len: int, d_model: int):
         super().__init__(max_seq_len, d_model)
-        position = torch.arange(max_seq_len, dtype=torch.float64)[:, None]
-        pair = torch.arange(d_model, dtype=torch.float64).div(2, rounding_mode="floor")
-        angle = position * 10000.0 ** (-2 * pair / d_model)
-        even = torch.arange(d_model) % 2 == 0
-        self.register_buffer("table", torch.where(even, angle.sin(), angle.cos()).float(), persistent=False)
+        self.d_model = d_model
+        self.register_buffer("zero", torch.zeros(()))  # knows where the model is and its dtype; saved with it
 
     def forward(self, n_tokens: int) -> Tensor:
-        """(n_tokens, d_model)."""
-        return self.table[:n_tokens]
+        """(n_tokens, d_model), computed in float64 and rounded once."""
+        device = self.zero.device
+        pair = torch.arange(0, self.d_model, 2, dtype=torch.float64, device=device)
+        position = torch.arange(n_tokens, dtype=torch.float64, device=device)
+        angle = position[:, None] * 10000.0 ** (-pair / self.d_model)
+        return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :self.d_model].to(self.zero.dtype)
 
 
 class RotaryPosition(NoPosition):
-    """Rotary position embedding (Su et al. 2021): attention sees positions only through j - i."""
+    """Rotary position embedding (Su et al. 2021): attention sees positions only through j - i.
+
+    ``base``: pair i of d coordinates turns by base^(-2i / d) a position. ``layout``: a key of LAYOUTS, which
+    coordinates make a pair. ``fraction``: how much of head_dim is turned. ``scaling``: a key of SCALINGS, for contexts
+    longer than those of training, with its options: ``factor``, by how much longer; for ntk_by_parts and yarn also
+    ``original_max_len``, ``beta_fast`` (32) and ``beta_slow`` (1). The tables are made anew in each pass from these
+    numbers, so that casting a model does not touch them.
+
+    Raises ValueError for what is unknown, missing or out of range.
+    """
 
     turns = True  # attention must take ``rotary``, and head_dim must be even
 
-    def __init__(self, max_seq_len: int, d_model: int, *, base: float = 10000.0):
+    def __init__(self, max_seq_len: int, d_model: int, *, base: float = 10000.0, layout: str | type = "half",
+                 fraction: float = 1.0, scaling: str | type = "none", factor: float | None = None,
+                 original_max_len: int | None = None, beta_fast: float | None = None, beta_slow: float | None = None):
         super().__init__(max_seq_len, d_model)
-        self.base = base
+        options = {"base": base, "factor": factor, "original_max_len": original_max_len, "beta_fast": beta_fast,
+                   "beta_slow": beta_slow}
+        given = {name: value for name, value in options.items() if value is not None}
+        frequencies = build(SCALINGS, scaling, "scaling", options=given)
+        self.rope = Rope(frequencies=frequencies, layout=layout, fraction=fraction)
 
-    def rotary(self, n_tokens: int, head_dim: int, device: torch.device) -> Rotary:
-        pair = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device)
-        angle = torch.arange(n_tokens, dtype=torch.float64, device=device)[:, None] * self.base ** (-pair / head_dim)
-        return Rotary(angle.cos().float(), angle.sin().float())
+    def extra_repr(self) -> str:
+        """The settings, for print(model)."""
+        return str(self.rope)
+
+    def check(self, head_dim: int) -> None:
+        """Raises ValueError unless pairs of coordinates are turned, as many as the scaling needs."""
+        self.rope.frequencies(self.rope.turned(head_dim))
+
+    def rotary(self, n_tokens: int, head_dim: int, device: torch.device,
+               dtype: torch.dtype = torch.float32) -> Rotary:
+        """Tables (n_tokens, turned coordinates / 2), float64 for a dtype of float64, else float32."""
+        return self.rope.tables(torch.arange(n_tokens, device=device), head_dim, dtype)
 
 
 POSITIONS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -29,8 +31,6 @@ def build(table: Mapping[str, Any], key: Any, what: str, *args: Any, options: Ma
 
     ``shape``: what the model knows (``n_layers``), for entries that have such an option and were not given it.
     """
-    import inspect
-
     entry, options = look_up(table, key, what), dict(options or {})
     parameters = inspect.signature(entry).parameters.values()
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][len(args):]
@@ -48,6 +48,15 @@ def at_least(name: str, value: Any, least: int) -> None:
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def finite(name: str, value: Any, *, above: float = -math.inf, least: float = -math.inf) -> float:
+    """The value as a float; raises ValueError unless it is finite, above ``above`` and of at least ``least``."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value <= above or value < least:
+        bound = f" above {above}" if above > -math.inf else f" of at least {least}" if least > -math.inf else ""
+        raise ValueError(f"{name} must be a finite number{bound}, got {value!r}")
+    return float(value)
 
 
 def probability(name: str, value: Any) -> None:

@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
-from odeformer.data.images import Images
 from odeformer.files import write_atomically, write_json
 from odeformer.models.store import to_dict
 from odeformer.schedules import SCHEDULES
 from odeformer.tables import at_least, look_up
+from odeformer.tasks import Task, accuracy, as_task, perplexity, smoothed_cross_entropy
 
-__all__ = ["SCHEDULES", "TrainConfig", "Trainer", "accuracy"]
+__all__ = ["SCHEDULES", "TrainConfig", "Trainer", "accuracy", "perplexity", "smoothed_cross_entropy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +48,13 @@ class TrainConfig:
 
 
 class Trainer:
-    """Trains an image classifier. With ``out``, checkpoints and results go there."""
+    """Trains a model for a task (``odeformer.tasks``; images alone mean classification).
 
-    def __init__(self, model: nn.Module, data: Images, config: TrainConfig, out: str | Path | None = None):
-        self.model, self.data, self.config = model, data, config
+    With ``out``, checkpoints and results go there.
+    """
+
+    def __init__(self, model: nn.Module, task: Task | Any, config: TrainConfig, out: str | Path | None = None):
+        self.model, self.task, self.config = model, as_task(task), config
         self.out = None if out is None else Path(out)
         if self.out is not None:
             try:
@@ -70,13 +72,13 @@ class Trainer:
         self.rows: list[dict[str, float]] = []
         self.seconds = 0.0
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int) -> Any:
         """The batch of a step (from 0): a function of the seed and the step alone."""
-        n, size = len(self.data.train_x), self.config.batch_size
+        n, size = self.task.n_train, self.config.batch_size
         epoch, position = divmod(step, max(1, n // size))
         generator = torch.Generator().manual_seed(self.config.seed * 100_003 + epoch)
         rows = torch.randperm(n, generator=generator)[position * size : (position + 1) * size]
-        return self.data.train_x[rows], self.data.train_y[rows]
+        return self.task.batch(rows)
 
     def train_step(self) -> dict[str, float]:
         """One update. Raises FloatingPointError where the loss is not finite (nothing is updated then)."""
@@ -84,9 +86,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             factor = SCHEDULES[config.schedule](self.step + 1, warmup=config.warmup, total=config.steps)
             group["lr"] = config.learning_rate * factor
-        x, y = self.batch(self.step)
-        logits, solution = self.model(x, return_solution=True, save_states=False)
-        loss = F.cross_entropy(logits, y)
+        loss, solution = self.task.loss(self.model, self.batch(self.step))
         value = loss.item()
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss became {value} at step {self.step + 1}: lower the learning rate, or "
@@ -126,7 +126,7 @@ class Trainer:
 
     def described(self) -> dict[str, Any]:
         """All settings that the course of the run depends on, as plain values."""
-        return asdict(self.config) | {"data": self.data.name, "model": to_dict(self.model.config)}
+        return asdict(self.config) | {"data": self.task.name, "model": to_dict(self.model.config)}
 
     def save(self) -> None:
         """Write checkpoint.pt and results.json into ``out``, each whole or not at all."""
@@ -173,14 +173,6 @@ def flat(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
             yield from flat(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value
-
-
-@torch.no_grad()
-def accuracy(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, batch_size: int = 512) -> float:
-    """The share of images (n, channels, size, size) whose largest logit is at their class."""
-    hits = sum((model(a).argmax(-1) == b).sum().item()
-               for a, b in zip(x.split(batch_size), y.split(batch_size), strict=True))
-    return hits / len(y)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import pytest
 
+import odeformer
 from benchmarks import runner
 from benchmarks.__main__ import main as benchmarks
 from odeformer.cli import main
@@ -119,3 +120,11 @@ def test_the_readme_names_every_solver():
     for first, last, tail in re.findall(r"`([a-z]+\d)(?:_pec)?` \.\.\. `[a-z]+(\d)(_pec)?`", text):
         names |= {f"{first[:-1]}{i}{tail}" for i in range(int(first[-1]), int(last) + 1)}
     assert set(SOLVERS) <= names, set(SOLVERS) - names
+
+
+@pytest.mark.parametrize("table", ["ATTENTION", "NORMS", "FEEDFORWARD", "POSITIONS", "INITIALIZERS", "WEIGHTS",
+                                   "COUPLINGS", "FUSIONS", "HEADS", "CACHES", "DATA"])
+def test_the_readme_names_every_entry_of_a_table(table):
+    text = (runner.RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
+    missing = set(getattr(odeformer, table)) - set(re.findall(r"\w+", text))
+    assert not missing

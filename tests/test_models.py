@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch_transformer import assert_close, assert_same_gradients, draw_both, encoder_of_torch, future, stack_pairs
 
 import odeformer
 from odeformer import (
@@ -46,50 +47,29 @@ def tokens(batch=2, length=LENGTH):
     return torch.randint(VOCAB, (batch, length))
 
 
-def copy_layer(theirs: nn.TransformerEncoderLayer, ours):
-    """torch.nn's packed weights into our sublayers."""
-    attention, feedforward = ours.attention, ours.feedforward
-    for i, part in enumerate((attention.core.query, attention.core.key, attention.core.value)):
-        part.weight.data = theirs.self_attn.in_proj_weight.data.chunk(3)[i].clone()
-        part.bias.data = theirs.self_attn.in_proj_bias.data.chunk(3)[i].clone()
-    attention.core.output.load_state_dict(theirs.self_attn.out_proj.state_dict())
-    feedforward.core.hidden.load_state_dict(theirs.linear1.state_dict())
-    feedforward.core.output.load_state_dict(theirs.linear2.state_dict())
-    attention.placement.norm.load_state_dict(theirs.norm1.state_dict())
-    feedforward.placement.norm.load_state_dict(theirs.norm2.state_dict())
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("kind", [Encoder, Decoder])
+@pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_eq_14_euler_and_lie_are_the_pre_norm_transformer_of_torch_nn(kind, activation, dtype, tolerance):
+def test_eqs_13_14_euler_and_lie_are_the_transformer_of_torch_nn(kind, norm, activation, dtype, tolerance):
     config = DecoderConfig if kind is Decoder else EncoderConfig
-    model = tiny(kind, config, n_layers=3, block={"feedforward": activation}).to(dtype).train()
-    layers = [nn.TransformerEncoderLayer(8, 2, 32, dropout=0.0, activation=activation, batch_first=True,
-                                         norm_first=True, dtype=dtype) for _ in range(3)]
-    for theirs, ours in zip(layers, model.layers, strict=True):
-        nn.init.normal_(theirs.self_attn.in_proj_bias)  # torch.nn starts these at 0, which would hide a mistake
-        copy_layer(theirs, ours)
-    ids = tokens()
-    z = model.embed(ids).detach().requires_grad_()
-    causal = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=dtype) if kind is Decoder else None
-    wanted = z
-    for layer in layers:
-        wanted = layer(wanted, src_mask=causal, is_causal=kind is Decoder)
-    got = model.evolve(z, None).z
-    assert (got - wanted).abs().max() <= tolerance * wanted.abs().max()
-    weight = torch.randn_like(got)
-    (theirs_z,) = torch.autograd.grad((wanted * weight).sum(), z, retain_graph=True)
-    (ours_z,) = torch.autograd.grad((got * weight).sum(), z, retain_graph=True)
-    assert (ours_z - theirs_z).abs().max() <= 10 * tolerance * theirs_z.abs().max()
-    (wanted * weight).sum().backward()
-    theirs_g = [layer.linear1.weight.grad for layer in layers] + [
-        layer.self_attn.in_proj_weight.grad.chunk(3)[1] for layer in layers]
-    (got * weight).sum().backward()
-    ours_g = [block.feedforward.core.hidden.weight.grad for block in model.layers] + [
-        block.attention.core.key.weight.grad for block in model.layers]
-    for x, y in zip(ours_g, theirs_g, strict=True):
-        assert (x - y).abs().max() <= 10 * tolerance * y.abs().max().clamp(min=1)
+    model = tiny(kind, config, n_layers=3, block={"feedforward": activation, "norm": norm}).to(dtype).train()
+    stack = encoder_of_torch(3, activation, norm, dtype)
+    draw_both(stack_pairs(stack, model))
+    hidden = future(LENGTH) if kind is Decoder else None
+    for mask in (None, torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])):
+        z = model.embed(tokens()).detach().requires_grad_()
+        wanted = stack(z, mask=hidden, src_key_padding_mask=None if mask is None else ~mask)
+        got = model.final_norm(model.evolve(z, mask).z)
+        weight = torch.randn_like(got) * (1 if mask is None else mask.unsqueeze(-1))
+        assert_close(got * weight, wanted * weight, tolerance)
+        model.zero_grad(), stack.zero_grad()
+        (theirs_z,) = torch.autograd.grad((wanted * weight).sum(), z, retain_graph=True)
+        (ours_z,) = torch.autograd.grad((got * weight).sum(), z, retain_graph=True)
+        assert_close(ours_z, theirs_z, 10 * tolerance)
+        (wanted * weight).sum().backward()
+        (got * weight).sum().backward()
+        assert_same_gradients(stack_pairs(stack, model), 10 * tolerance)
 
 
 def test_eqs_32_33_euler_is_bit_for_bit_the_residual_loop():
@@ -521,5 +501,6 @@ def test_wrong_inputs_name_the_argument():
     wrong(lambda: model(tokens(), torch.ones(2, 3, dtype=torch.bool)), ValueError, "mask", "(2, 3)")
     vision = VisionEncoder(VisionConfig(image_size=4, patch_size=2, channels=1, n_classes=3, n_layers=1,
                                         block=BlockConfig(8, 2)))
-    wrong(lambda: vision(torch.zeros(1, 1, 5, 4)), ValueError, "images", "(1, 1, 5, 4)")
+    wrong(lambda: vision(torch.zeros(1, 1, 5, 4)), ValueError, "images", "multiples of patch_size = 2", "5 x 4")
+    wrong(lambda: vision(torch.zeros(1, 3, 4, 4)), ValueError, "images", "channels = 1", "(1, 3, 4, 4)")
     wrong(lambda: vision(torch.zeros(1, 1, 4, 4, dtype=torch.int64)), TypeError, "images", "int64")

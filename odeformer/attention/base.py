@@ -1,20 +1,26 @@
 """What all attention variants share: projections into heads, masks, windows, rotary positions.
 
-A variant is a subclass that overrides ``bias`` (a term added to the scores) or ``weights`` (the probabilities
-themselves). Both see ``Pairs``: queries and keys that meet.
+A variant is a subclass that overrides ``bias`` (a term added to the scores), ``scores`` or ``weights`` (the
+probabilities themselves). All see ``Pairs``: queries and keys that meet. One that overrides more than ``bias`` also
+overrides ``attend``, which computes the same without making them where it can.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, reduce
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from odeformer.positions import Rotary
 from odeformer.tables import at_least
+
+Slot = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # (batch, n_kv_heads, tokens, head_dim) each
 
 
 @dataclass(frozen=True)
@@ -36,40 +42,72 @@ class Pairs:
     first: int = 0
     window: int | None = None
 
-    @cached_property
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Where queries (queries, 1) and keys (keys,) stand, int64."""
+        n, m, device = self.query.shape[2], self.key.shape[2], self.query.device
+        return torch.arange(self.first, self.first + n, device=device)[:, None], torch.arange(m, device=device)
+
+    @property
     def offset(self) -> Tensor:
         """j - i, key position minus query position: (queries, keys), int64."""
-        n, m, device = self.query.shape[2], self.key.shape[2], self.query.device
-        return torch.arange(m, device=device) - torch.arange(self.first, self.first + n, device=device)[:, None]
+        query, key = self.places
+        return key - query
 
-    @cached_property
+    @property
+    def distance(self) -> Tensor:
+        """|i - j| (queries, keys), in a dtype in which priors are exact: float64 for float64 queries, else float32."""
+        query, key = (x.to(fine(self.query.dtype)) for x in self.places)
+        return (key - query).abs()
+
+    def near(self) -> Pairs:
+        """The same causal pairs without the keys that are before the first query's window."""
+        start = max(0, self.first - self.window + 1)
+        mask = None if self.mask is None else self.mask[..., start:]
+        return replace(self, key=self.key[:, :, start:], value=self.value[:, :, start:], mask=mask,
+                       first=self.first - start)
+
+    @property
     def seen(self) -> Tensor | None:
         """What each query may see, bool, broadcastable to (batch, heads, queries, keys); None: everything."""
         parts = []
         if self.mask is not None:
             parts.append(self.mask[:, None, None] if self.mask.dim() == 2 else self.mask[:, None])
-        if self.causal:
-            parts.append(self.offset <= 0)
-        if self.window is not None:
-            parts.append(self.offset.abs() < self.window)
+        n, m = self.query.shape[2], self.key.shape[2]
+        if self.causal and self.first + 1 < m:  # else the first query stands at the last key, and sees all
+            query, key = self.places
+            parts.append(key <= query)
+        if self.window is not None and max(self.first + n, m - self.first) > self.window:
+            query, key = self.places
+            parts += [key > query - self.window, key < query + self.window]
         return reduce(torch.logical_and, parts) if parts else None
+
+
+def fine(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half precision, else the dtype itself."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def fused(pairs: Pairs, bias: Tensor | None = None, scale: float | None = None) -> Tensor:
     """softmax(scale Q K^T + bias) V by torch's fused kernel; a query that sees nothing gets 0.
 
-    ``scale``: 1 / sqrt(head_dim) if None.
+    ``scale``: 1 / sqrt(head_dim) if None. torch has no vmap or forward-mode rules for the kernel: within them (and
+    under torch.func.grad, which may be nested) the same is computed in elementary operations.
     """
     query, key, value = pairs.query, pairs.key, pairs.value
+    if needs_rules():
+        scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        return weighted(closed_softmax(scores if bias is None else scores + bias, pairs.seen), value)
+    stands = 0 <= pairs.first <= key.shape[2] - query.shape[2]  # every query at a key, which it sees unless masked
     if bias is not None:
-        bias = bias.to(query.dtype)
-    elif pairs.causal and pairs.mask is None and pairs.window is None and query.shape[2] == key.shape[2]:
+        bias = narrow(bias, query.dtype)
+    elif pairs.causal and pairs.mask is None and pairs.window is None and query.shape[2] == key.shape[2] and stands:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     seen = pairs.seen
     if seen is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
     blind = None
-    if pairs.mask is not None:  # rows that see nothing look everywhere and are cleared, or they would turn NaN
+    if pairs.mask is not None or not stands:  # rows that see nothing look everywhere and are cleared: no NaN
         blind = ~seen.any(-1, keepdim=True)
         seen = seen | blind
     bias = seen if bias is None else bias.masked_fill(~seen, float("-inf"))
@@ -77,12 +115,47 @@ def fused(pairs: Pairs, bias: Tensor | None = None, scale: float | None = None) 
     return y if blind is None else y.masked_fill(blind, 0)
 
 
+def needs_rules() -> bool:
+    """Inside a torch.func transform or forward-mode differentiation."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def narrow(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias in a dtype. In float16 a far key's would be -inf, and a row of nothing else NaN."""
+    if dtype == torch.float16:
+        bias = bias.clamp(min=torch.finfo(dtype).min / 2)
+    return bias.to(dtype)
+
+
 def closed_softmax(scores: Tensor, seen: Tensor | None) -> Tensor:
-    """Softmax over the keys that may be seen, 0 elsewhere; all 0, never NaN, where none may be."""
+    """Softmax over the keys that may be seen, 0 elsewhere; all 0, never NaN, where none may be. At least float32."""
+    scores = scores.to(fine(scores.dtype))
     if seen is None:
         return scores.softmax(-1)
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     return scores.softmax(-1).masked_fill(~seen, 0)
+
+
+def weighted(weights: Tensor, value: Tensor) -> Tensor:
+    """Sums over the keys of values (..., keys, head_dim) under weights (..., queries, keys), in the values' dtype."""
+    return weights.to(value.dtype) @ value
+
+
+def check_sight(mask: Tensor, x: Tensor, memory: Tensor, more: bool) -> None:
+    """Raises TypeError or ValueError unless mask is bool (batch, keys) or (batch, queries, keys).
+
+    ``more``: keys of earlier calls come before those of memory.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise TypeError("mask must be a bool tensor (True = may be seen), got "
+                        f"{getattr(mask, 'dtype', type(mask).__name__)}")
+    (batch, n), m = x.shape[:2], memory.shape[1]
+    fits = mask.dim() in (2, 3) and tuple(mask.shape[:-1]) == (batch, n)[:mask.dim() - 1]
+    if not fits or mask.shape[-1] < m or (mask.shape[-1] > m and not more):
+        raise ValueError(f"mask must have the shape (batch, keys) = {(batch, m)} or (batch, queries, keys) = "
+                         f"{(batch, n, m)}{' with more keys' if more else ''}, got {tuple(mask.shape)}")
 
 
 BLOCK = 64  # least number of queries that attend together under a window
@@ -91,6 +164,11 @@ QK_NORMS = {
     "rms": nn.RMSNorm,
     "layer": nn.LayerNorm,
 }
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """The norm in its weights' dtype, which under autocast is not that of x."""
+    return x if isinstance(norm, nn.Identity) else norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -126,6 +204,17 @@ class Attention(nn.Module):
         self.output = nn.Linear(d_model, d_model, bias=bias)
         self.query_norm, self.key_norm = (QK_NORMS[qk_norm](self.head_dim) for _ in range(2))
 
+    def __init_subclass__(cls, **keywords: object) -> None:
+        """A variant that takes ``**shared`` has the options of its base beside its own: its signature says so."""
+        super().__init_subclass__(**keywords)
+        signature = inspect.signature(cls.__init__)
+        own = list(signature.parameters.values())[1:]
+        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
+            names = {p.name for p in own}
+            shared = inspect.signature(cls.__mro__[1]).parameters.values()
+            own[-1:] = [p for p in shared if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in names]
+        cls.__signature__ = signature.replace(parameters=own)
+
     def extra_repr(self) -> str:
         """Heads and window, for print(model)."""
         return f"n_heads={self.n_heads}, head_dim={self.head_dim}, window={self.window}"
@@ -136,8 +225,13 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each (batch, heads, tokens, head_dim)."""
-        query, key = self.query_norm(self.heads(self.query(x))), self.key_norm(self.heads(self.key(memory)))
-        return query, key, self.heads(self.value(memory))
+        query, key, value = self.heads(self.query(x)), self.heads(self.key(memory)), self.heads(self.value(memory))
+        return normed(self.query_norm, query), normed(self.key_norm, key), value
+
+    @property
+    def scale(self) -> float:
+        """What Q K^T is multiplied by."""
+        return self.head_dim**-0.5
 
     def bias(self, pairs: Pairs) -> Tensor | None:
         """What is added to the scores, broadcastable to (batch, heads, queries, keys)."""
@@ -145,7 +239,7 @@ class Attention(nn.Module):
 
     def scores(self, pairs: Pairs) -> Tensor:
         """(batch, heads, queries, keys), before masking."""
-        scores, bias = pairs.query @ pairs.key.transpose(-1, -2) * self.head_dim**-0.5, self.bias(pairs)
+        scores, bias = pairs.query @ pairs.key.transpose(-1, -2) * self.scale, self.bias(pairs)
         return scores if bias is None else scores + bias
 
     def weights(self, pairs: Pairs) -> Tensor:
@@ -154,35 +248,45 @@ class Attention(nn.Module):
 
     def attend(self, pairs: Pairs) -> Tensor:
         """(batch, heads, queries, head_dim): here through torch's fused kernel, equal to ``weights(pairs) @ value``."""
-        return fused(pairs, self.bias(pairs))
+        return fused(pairs, self.bias(pairs), self.scale)
 
     def pairs(self, x: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False,
-              rotary: Rotary | None = None) -> Pairs:
+              rotary: Rotary | None = None, slot: Slot | None = None, first: int | None = None) -> Pairs:
         """Queries and keys of a call; the arguments are those of ``forward``."""
         own, memory = memory is None, x if memory is None else memory
-        if mask is not None and mask.dim() == 2:
-            memory = memory.masked_fill(~mask.unsqueeze(-1), 0)  # 0 * NaN would pass through the weighted sum
+        if mask is not None:
+            check_sight(mask, x, memory, slot is not None)
+            hidden = ~(mask if mask.dim() == 2 else mask.any(1))[:, mask.shape[-1] - memory.shape[1]:, None]
+            if own:  # hidden tokens ask, too, and a NaN question would spoil the gradients of all keys
+                x = x.masked_fill(hidden & ~x.isfinite(), 0)
+            memory = memory.masked_fill(hidden, 0)  # 0 * NaN would pass through the weighted sum
         source, key, value = self.project(x, memory)
         query = source
         if rotary is not None:
             query, key = rotary.turn(source), rotary.turn(key)
+        if slot is not None:
+            key, value = slot(key, value)
+            mask = None if mask is None else mask[..., mask.shape[-1] - key.shape[2]:]
         group = self.n_heads // self.n_kv_heads
         if group > 1:
             key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         if self.window is not None and not own and not causal:
             raise ValueError("window is for self-attention, got a memory, whose tokens have no distance to the queries")
-        first = key.shape[2] - query.shape[2] if causal else 0
+        if first is None:
+            first = key.shape[2] - query.shape[2] if causal else 0
         return Pairs(query, key, value, source, mask, causal, first, self.window)
 
     def forward(self, x: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False,
-                rotary: Rotary | None = None) -> Tensor:
+                rotary: Rotary | None = None, slot: Slot | None = None, first: int | None = None) -> Tensor:
         """(batch, queries, d_model) -> (batch, queries, d_model).
 
         ``memory`` (batch, keys, d_model): what is attended to, x itself if None. ``mask``: bool, True = may be seen,
         (batch, keys) or (batch, queries, keys). ``causal``: no query sees a later key; the last query stands at the
         last key. ``rotary``: turns queries and keys by their positions, which end at the same.
+        ``slot``: gives the keys and values of earlier tokens, too, from this call's; ``mask`` then covers them all.
+        ``first``: where the first query stands, for priors on a memory; None: at 0.
         """
-        pairs = self.pairs(x, memory, mask=mask, causal=causal, rotary=rotary)
+        pairs = self.pairs(x, memory, mask=mask, causal=causal, rotary=rotary, slot=slot, first=first)
         blocked = self.window is not None and (mask is None or mask.dim() == 2)
         y = self.attend_in_blocks(pairs) if blocked else self.attend(pairs)
         return self.output(y.transpose(1, 2).flatten(2))
@@ -200,7 +304,7 @@ class Attention(nn.Module):
         size = max(self.window, BLOCK)
         right = 0 if pairs.causal else reach
         if n != m or n <= size + reach:
-            return self.attend(pairs)
+            return self.attend(pairs.near() if pairs.causal else pairs)
         n_blocks = -(-n // size)
         spare = n_blocks * size - n  # rows added at the end, so that the blocks come out even
 

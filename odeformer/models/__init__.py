@@ -2,7 +2,10 @@
 
 from odeformer.models.decoder import Decoder, DecoderConfig
 from odeformer.models.encoder import Encoder, EncoderConfig
+from odeformer.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from odeformer.models.series import SeriesConfig, SeriesEncoder
 from odeformer.models.store import MODELS, load
 from odeformer.models.vision import VisionConfig, VisionEncoder
 
-__all__ = ["MODELS", "Decoder", "DecoderConfig", "Encoder", "EncoderConfig", "VisionConfig", "VisionEncoder", "load"]
+__all__ = ["MODELS", "Decoder", "DecoderConfig", "Encoder", "EncoderConfig", "Seq2Seq", "Seq2SeqConfig",
+           "SeriesConfig", "SeriesEncoder", "VisionConfig", "VisionEncoder", "load"]

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from odeformer.models.encoder import Encoder, EncoderConfig
+from odeformer.cache import Cache, make_cache
+from odeformer.generate import generate, stream
+from odeformer.models.text import TextConfig, TextModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(EncoderConfig):
-    """As EncoderConfig; ``tie_embeddings``: the head uses the token embedding's matrix."""
+class DecoderConfig(TextConfig):
+    """As TextConfig; ``tie_embeddings``: the head uses the token embedding's matrix."""
 
     tie_embeddings: bool = False
 
 
-class Decoder(Encoder):
+class Decoder(TextModel):
     """Token ids (batch, tokens) to logits (batch, tokens, vocab_size), no token seeing a later one."""
 
     causal = True
@@ -31,3 +34,28 @@ class Decoder(Encoder):
     def read_out(self, z: Tensor) -> Tensor:
         """Logits."""
         return self.head(self.final_norm(z))
+
+    def new_cache(self, policy: str | type = "exact", **options: Any) -> Cache:
+        """An empty cache, to be passed with each further piece of a text; ``policy`` is a key of CACHES."""
+        return make_cache(policy, options)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, *, cache: Cache | None = None,
+                return_solution: bool = False, save_states: bool = True, **memory: Any) -> Any:
+        """Logits (batch, tokens, vocab_size).
+
+        With a cache the tokens go on where the last call ended, ``mask`` is that of these tokens, and (logits, cache)
+        comes back, the cache being the one passed, longer now. With ``return_solution`` the Solution comes last, whose
+        z is before the final norm, with the state at every step unless ``save_states`` is False.
+        """
+        solution = self.run(tokens, mask, save=return_solution and save_states, cache=cache, **memory)
+        output = self.read_out(solution.z)
+        results = (output,) + (() if cache is None else (cache,)) + ((solution,) if return_solution else ())
+        return results if len(results) > 1 else output
+
+    def generate(self, tokens: Tensor, mask: Tensor | None = None, *, max_new_tokens: int, **options: Any) -> Tensor:
+        """Prompt and continuation (batch, tokens + at most max_new_tokens), greedy unless told; see ``generate``."""
+        return generate(self, tokens, mask, max_new_tokens=max_new_tokens, **options)
+
+    def stream(self, tokens: Tensor, mask: Tensor | None = None, *, max_new_tokens: int, **options: Any) -> Any:
+        """An iterator over the new tokens (batch,), one after the other; options as of ``generate`` without beams."""
+        return stream(self, tokens, mask, max_new_tokens=max_new_tokens, **options)

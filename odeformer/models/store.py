@@ -6,18 +6,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from odeformer.block import BlockConfig
 from odeformer.depth import DepthConfig
 from odeformer.files import write_atomically, write_json
 from odeformer.models.decoder import Decoder, DecoderConfig
 from odeformer.models.encoder import Encoder, EncoderConfig
+from odeformer.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from odeformer.models.series import SeriesConfig, SeriesEncoder
 from odeformer.models.vision import VisionConfig, VisionEncoder
 from odeformer.tables import look_up
 
-MODELS = {"encoder": Encoder, "decoder": Decoder, "vision": VisionEncoder}
-CONFIGS = {"encoder": EncoderConfig, "decoder": DecoderConfig, "vision": VisionConfig}
+MODELS = {"encoder": Encoder, "decoder": Decoder, "seq2seq": Seq2Seq, "vision": VisionEncoder,
+          "series": SeriesEncoder}
+CONFIGS = {"encoder": EncoderConfig, "decoder": DecoderConfig, "seq2seq": Seq2SeqConfig, "vision": VisionConfig,
+           "series": SeriesConfig}
 
 
 def to_dict(config: Any, path: str = "config") -> Any:
@@ -40,7 +44,8 @@ def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
     for key in values:
         if key not in known:
             raise ValueError(f"unknown key {key!r} for {kind.__name__}; known: {', '.join(known)}")
-    return kind(**{key: from_dict(hints[key], value) if is_dataclass(hints[key]) else value
+    nested = {key: next((x for x in (hints[key], *get_args(hints[key])) if is_dataclass(x)), None) for key in values}
+    return kind(**{key: from_dict(nested[key], value) if nested[key] and value is not None else value
                    for key, value in values.items()})
 
 

@@ -1,0 +1,71 @@
+"""A byte language model on Shakespeare's plays under several solvers, beside a plain torch.nn Transformer.
+
+Equal parameters, equal data, equal updates, so unequal compute: NFE and seconds say how much. Bits per byte on plays
+that were not trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from benchmarks.reference import TorchDecoder
+from benchmarks.training import REFERENCE, SOLVERS, averaged, grouped, scatter, train
+from odeformer import BlockConfig, Decoder, DecoderConfig, DepthConfig
+from odeformer.data import DATA
+from odeformer.tasks import Language
+
+COLUMNS = ("solver", "NFE", "parameters", "bits per byte", "spread", "CPU s an update")
+PRESETS = {
+    "quick": {"seeds": 1, "steps": 60, "n_layers": 2, "d_model": 64, "length": 64, "batch_size": 16},
+    "cpu": {"seeds": 2, "steps": 300, "n_layers": 3, "d_model": 96, "length": 96, "batch_size": 16},
+    "gpu": {"seeds": 3, "steps": 20000, "n_layers": 8, "d_model": 512, "length": 512, "batch_size": 64},
+}
+TEST_BYTES = 100_000
+SIZE = (5.5, 3.8)
+WORKERS = 2
+
+
+def cases(settings: dict[str, Any], seeds: int) -> Iterator[dict[str, Any]]:
+    """Solver x seed."""
+    for solver in SOLVERS:
+        for seed in range(seeds):
+            yield {"solver": solver, "seed": seed, **{name: x for name, x in settings.items() if name != "seeds"}}
+
+
+@cache
+def text(length: int) -> Language:
+    """The task."""
+    data = DATA["shakespeare"]()
+    train_ids, test_ids = (torch.tensor(list(x.encode())) for x in (data.train, data.test))
+    return Language("shakespeare", train_ids, test_ids[:TEST_BYTES], length=length)
+
+
+def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """One training run."""
+    solver = "euler" if case["solver"] == REFERENCE else case["solver"]
+    config = DecoderConfig(vocab_size=256, max_seq_len=case["length"], n_layers=case["n_layers"],
+                           block=BlockConfig(case["d_model"], case["d_model"] // 32), depth=DepthConfig(solver=solver))
+    kind, task = TorchDecoder if case["solver"] == REFERENCE else Decoder, text(case["length"])
+    model, row = train(lambda: kind(config), task, seed=case["seed"], steps=case["steps"],
+                       batch_size=case["batch_size"], learning_rate=2e-3)
+    return [row | task.evaluate(model)]
+
+
+def summary(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """One line a solver, over seeds."""
+    lines = []
+    for (solver,), group in grouped(rows, "solver").items():
+        value, spread = averaged(group, "bits_per_byte")
+        lines.append((solver, f"{group[0]['nfe']}", f"{group[0]['parameters']}", f"{value:.3f}", f"{spread:.3f}",
+                      f"{averaged(group, 'seconds')[0]:.3f}"))
+    return lines
+
+
+def draw(rows: list[dict[str, Any]], figure: Figure) -> None:
+    """Bits per byte against NFE."""
+    scatter(figure.subplots(), grouped(rows, "solver"), "bits_per_byte", "bits per byte, unseen plays")

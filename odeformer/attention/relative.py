@@ -1,0 +1,65 @@
+"""Relative position representations (Shaw, Uszkoreit & Vaswani 2018; eqs. 8-12)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from odeformer.attention.base import Attention, Pairs, fine, weighted
+from odeformer.tables import at_least
+
+TABLES = {"q": "query_table", "k": "key_table", "v": "value_table"}
+
+
+class RelativeAttention(Attention):
+    """α = softmax((q_i + PE^q_ij) (k_j + PE^k_ij)^T / sqrt(head_dim)), c_i = Σ_j α_ij (v_j + PE^v_ij).
+
+    PE_ij is row clip(j − i, ±max_distance) of a learned table (2 max_distance + 1, head_dim), row 0 being offset
+    −max_distance; the heads share it. ``tables``: which of "q", "k", "v" have one (parameters ``query_table``,
+    ``key_table``, ``value_table``; None for the others). No (queries x keys x head_dim) tensor is made: products with
+    the table's rows are gathered, and weights of equal offset added up.
+
+    Raises ValueError for max_distance < 1 and for tables that are no such letters.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, *, max_distance: int = 16, tables: str = "qkv", **shared: Any):
+        super().__init__(d_model, n_heads, **shared)
+        at_least("max_distance", max_distance, 1)
+        letters = set(tables) if isinstance(tables, str) else set()
+        if not letters or len(letters) < len(tables) or not letters <= TABLES.keys():
+            raise ValueError(f'tables must be some of the letters "qkv", each once, got {tables!r}')
+        self.max_distance = max_distance
+        for letter, name in TABLES.items():
+            rows = torch.empty(2 * max_distance + 1, self.head_dim).normal_(std=self.head_dim**-0.5)
+            self.register_parameter(name, nn.Parameter(rows) if letter in tables else None)
+
+    def rows(self, pairs: Pairs) -> Tensor:
+        """Which row of the tables each pair uses: (queries, keys), int64."""
+        k = self.max_distance
+        return pairs.offset.clamp(-k, k) + k
+
+    def bias(self, pairs: Pairs) -> Tensor | None:
+        """(q_i · PE^k_ij + PE^q_ij · k_j + PE^q_ij · PE^k_ij) / sqrt(head_dim); None without such tables."""
+        query, key, rows, terms = pairs.query, pairs.key, self.rows(pairs), []
+        if self.key_table is not None:
+            products = query @ self.key_table.mT  # (batch, heads, queries, rows of the table)
+            terms.append(products.gather(-1, rows.expand(*query.shape[:2], -1, -1)))
+        if self.query_table is not None:
+            products = key @ self.query_table.mT
+            terms.append(products.gather(-1, rows.mT.expand(*key.shape[:2], -1, -1)).mT)
+        if len(terms) == 2:
+            terms.append((self.query_table * self.key_table).sum(-1)[rows])
+        return sum(terms) * self.scale if terms else None
+
+    def attend(self, pairs: Pairs) -> Tensor:
+        """Through the fused kernel where the values have no table."""
+        if self.value_table is None:
+            return super().attend(pairs)
+        weights, rows = self.weights(pairs), self.rows(pairs)
+        at_offset = weights.new_zeros(*weights.shape[:3], len(self.value_table))
+        at_offset = at_offset.scatter_add(-1, rows.expand(*weights.shape[:2], -1, -1), weights)
+        placed = at_offset @ self.value_table.to(fine(self.value_table.dtype))
+        y = weighted(weights, pairs.value)
+        return (y + placed).to(y.dtype)
