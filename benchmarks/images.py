@@ -12,8 +12,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.reference import TorchVision
-from benchmarks.training import REFERENCE, SOLVERS, averaged, grouped, scatter, train
-from odeformer import BlockConfig, DepthConfig, VisionConfig, VisionEncoder
+from benchmarks.training import REFERENCE, SOLVERS, averaged, depth, grouped, scatter, train
+from odeformer import BlockConfig, VisionConfig, VisionEncoder
 from odeformer.data import DATA
 from odeformer.data.images import Images
 from odeformer.tasks import Classification
@@ -48,10 +48,9 @@ def images(name: str) -> Images:
 def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
     """One training run."""
     data = images(case["data"])
-    solver = "euler" if case["solver"] == REFERENCE else case["solver"]
     config = VisionConfig(image_size=data.size, patch_size=PATCH[case["data"]], channels=data.channels,
                           n_classes=data.n_classes, n_layers=case["n_layers"],
-                          block=BlockConfig(case["d_model"], case["d_model"] // 16), depth=DepthConfig(solver=solver))
+                          block=BlockConfig(case["d_model"], case["d_model"] // 16), depth=depth(case["solver"]))
     kind, task = TorchVision if case["solver"] == REFERENCE else VisionEncoder, Classification(data)
     model, row = train(lambda: kind(config), task, seed=case["seed"], steps=case["steps"],
                        batch_size=case["batch_size"], learning_rate=2e-3)

@@ -14,8 +14,8 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.reference import TorchDecoder
-from benchmarks.training import REFERENCE, SOLVERS, averaged, grouped, scatter, train
-from odeformer import BlockConfig, Decoder, DecoderConfig, DepthConfig
+from benchmarks.training import REFERENCE, SOLVERS, averaged, depth, grouped, scatter, train
+from odeformer import BlockConfig, Decoder, DecoderConfig
 from odeformer.data import DATA
 from odeformer.tasks import Language
 
@@ -47,9 +47,8 @@ def text(length: int) -> Language:
 
 def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
     """One training run."""
-    solver = "euler" if case["solver"] == REFERENCE else case["solver"]
     config = DecoderConfig(vocab_size=256, max_seq_len=case["length"], n_layers=case["n_layers"],
-                           block=BlockConfig(case["d_model"], case["d_model"] // 32), depth=DepthConfig(solver=solver))
+                           block=BlockConfig(case["d_model"], case["d_model"] // 32), depth=depth(case["solver"]))
     kind, task = TorchDecoder if case["solver"] == REFERENCE else Decoder, text(case["length"])
     model, row = train(lambda: kind(config), task, seed=case["seed"], steps=case["steps"],
                        batch_size=case["batch_size"], learning_rate=2e-3)

@@ -38,6 +38,7 @@ BENCHMARKS = {
     "language": "bits per byte on Shakespeare under several solvers, beside a plain torch.nn Transformer",
     "translation": "English to German under several solvers, beside a plain torch.nn Transformer",
     "norm_gradients": "gradient of the loss against depth for each placement of the norm, 6 to 96 layers",
+    "experts": "what experts cost, against a dense network that does as much per token",
     "overhead": "what solve() costs over bare calls of the field, and beside torchdiffeq",
 }
 

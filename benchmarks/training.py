@@ -10,10 +10,19 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 
+from odeformer import DepthConfig
 from odeformer.train import TrainConfig, Trainer
 
 REFERENCE = "torch.nn"  # the row of a plain Transformer, in place of a solver
-SOLVERS = (REFERENCE, "euler", "ab2", "midpoint", "rk4")
+SOLVERS = (REFERENCE, "euler", "ab2 across layers", "midpoint", "rk4")
+
+
+def depth(solver: str) -> DepthConfig:
+    """One step a layer. Started anew in each layer, a multistep method would be no more than its starter."""
+    if solver == REFERENCE:
+        return DepthConfig()
+    name, _, rest = solver.partition(" ")
+    return DepthConfig(solver=name, solver_options={"across_pieces": True} if rest else {})
 
 
 def train(make: Callable[[], Any], task: Any, *, seed: int, steps: int, batch_size: int,

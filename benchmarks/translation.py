@@ -14,8 +14,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.reference import TorchSeq2Seq
-from benchmarks.training import REFERENCE, SOLVERS, averaged, grouped, scatter, train
-from odeformer import BlockConfig, DepthConfig, Seq2Seq, Seq2SeqConfig
+from benchmarks.training import REFERENCE, SOLVERS, averaged, depth, grouped, scatter, train
+from odeformer import BlockConfig, Seq2Seq, Seq2SeqConfig
 from odeformer.data import DATA
 from odeformer.tasks import Translation
 from odeformer.tokenizers import BPETokenizer
@@ -59,10 +59,9 @@ def task(vocab_size: int, n_test: int) -> tuple[Translation, Any, list[tuple[str
 
 def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
     """One training run, then greedy translation of the test pairs."""
-    solver = "euler" if case["solver"] == REFERENCE else case["solver"]
     config = Seq2SeqConfig(vocab_size=case["vocab_size"], max_seq_len=2 * LONGEST, n_layers=case["n_layers"],
                            block=BlockConfig(case["d_model"], case["d_model"] // 32, dropout=0.0),
-                           depth=DepthConfig(solver=solver), tie_embeddings=True, share_embeddings=True)
+                           depth=depth(case["solver"]), tie_embeddings=True, share_embeddings=True)
     kind = TorchSeq2Seq if case["solver"] == REFERENCE else Seq2Seq
     made, bpe, texts = task(case["vocab_size"], case["test"])
     model, row = train(lambda: kind(config), made, seed=case["seed"], steps=case["steps"],

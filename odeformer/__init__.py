@@ -28,7 +28,7 @@ _WHERE = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_WHERE)
 
 
-_MODULES = ("plots", "schedules", "train")
+_MODULES = ("experts", "init", "norms", "plots", "positions", "schedules", "tasks", "tokenizers", "train")
 
 
 def __getattr__(name: str) -> object:

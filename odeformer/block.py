@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from odeformer.attention import ATTENTION
+from odeformer.attention.base import Attention
 from odeformer.context import Context
 from odeformer.feedforward import FEEDFORWARD
 from odeformer.norms import NORMS
@@ -111,7 +112,8 @@ class CrossAttentionSublayer(Sublayer):
     """Attention to the memory of the forward pass, an encoder's output."""
 
     def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
-        return self.core(x, **context.cross_attention(self))
+        places = {"first": context.first} if isinstance(self.core, Attention) else {}  # an own class may have no use
+        return self.core(x, **context.cross_attention(self), **places)
 
 
 class RoutedSublayer(Sublayer):
@@ -202,6 +204,8 @@ class Composed(Sum):
 
     Its evaluation counts as one; Euler with h = 1 is the textbook layer, other solvers keep their full order.
     """
+
+    has_parts = False
 
     def __init__(self, parts: Sequence[Callable[[Tensor, Tensor], Tensor]]):
         self._parts = tuple(parts)

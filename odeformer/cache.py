@@ -126,7 +126,20 @@ class Cache:
         """Called at the end of a pass."""
 
     def reorder(self, index: Tensor) -> None:
-        """Row i becomes row index[i], in all that is kept: for beam search. index: int64 (new batch,)."""
+        """Row i becomes row index[i], in all that is kept: for beam search. index: int64 (new batch,).
+
+        Raises TypeError or ValueError for another index; nothing has moved then.
+        """
+        if not isinstance(index, Tensor) or index.dtype != torch.int64:
+            raise TypeError(f"index must be an int64 tensor, got {getattr(index, 'dtype', type(index).__name__)}")
+        if index.dim() != 1:
+            raise ValueError(f"index must have the shape (new batch,), got {tuple(index.shape)}")
+        if self.batch is not None:
+            inside = ((index >= 0) & (index < self.batch)).all()
+            if index.is_cuda:
+                torch._assert_async(inside, f"index outside the batch of {self.batch}")
+            elif not inside:
+                raise ValueError(f"index must hold rows of the batch, 0 to {self.batch - 1}, got {index.tolist()}")
         for slot in self.slots.values():
             slot.reorder(index)
         if self.mask is not None:

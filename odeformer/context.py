@@ -51,12 +51,18 @@ class Context:
         """The arguments of a cross-attention beside the state."""
         arguments = {"memory": self.memory, "mask": self.memory_mask}
         if self.cache is not None:
-            arguments["first"] = self.cache.cache.n_tokens
             slot = self.cache.memory(site)
             held = slot.length  # all of the memory once it has been read; the same in every evaluation
             arguments["memory"] = self.memory[:, held:]
             arguments["slot"] = lambda key, value: slot.join(held, key, value)
         return arguments
+
+    @property
+    def first(self) -> int | Tensor:
+        """Where the first token of the state stands, counted from the first real one: a number or (batch, 1, 1, 1)."""
+        before = 0 if self.cache is None else self.cache.cache.n_tokens
+        mask = self.mask if self.cache is None else self.cache.mask
+        return before if mask is None else before - mask.int().argmax(1).view(-1, 1, 1, 1)
 
     def visit(self, site: nn.Module, layer: int) -> Visit:
         """What a routed layer sees. Raises ValueError for one with a capacity where a cache is read."""
@@ -71,11 +77,11 @@ class Context:
         if not self.training or p == 0:
             return x
         if self.dropout_per == "evaluation":
-            return x * _mask(x, p)
+            return _dropped(x, _mask(x, p), p)
         key = id(site), layer
         if key not in self._drops:
             self._drops[key] = _mask(x, p)
-        return x * self._drops[key]
+        return _dropped(x, self._drops[key], p)
 
     def increment(self, layer: int, k: Tensor) -> Tensor:
         """dz/dl of a layer under layer drop; padding stands still, or a norm of zeros would make it stiff."""
@@ -85,5 +91,10 @@ class Context:
 
 
 def _mask(x: Tensor, p: float) -> Tensor:
-    """0 with probability p, else 1 / (1 - p)."""
-    return torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+    """bool, True (kept) with probability 1 - p."""
+    return torch.rand(x.shape, device=x.device) >= p
+
+
+def _dropped(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """What is kept, over 1 - p: a Python number, which half precision does not round."""
+    return (x * (1 / (1 - p))).masked_fill(~keep, 0)

@@ -123,14 +123,7 @@ def integrate(f: Any, z: Tensor, solver: Any, config: DepthConfig, n_layers: int
     as h goes to 0.
     ``save`` keeps the state at every step (adaptive: at every layer). ``fusion`` acts between layers (see DepthConfig);
     the Solution is then a FusedSolution, whose states at whole l are those after fusion.
-
-    Raises ValueError for an adaptive or implicit solver in a causal model.
     """
-    if context.causal and (solver.is_adaptive or solver.is_implicit):
-        kind, chosen = (("adaptive", "step sizes chosen from") if solver.is_adaptive else
-                        ("implicit", "iterations that stop at an error measured over"))
-        raise ValueError(f"solver {solver.name!r} is {kind} and this model is causal: {chosen} a whole sequence let "
-                         "later tokens move earlier outputs. Use an explicit fixed-step solver, such as 'rk4'")
     amounts = ({"rtol": config.rtol, "atol": config.atol} if solver.is_adaptive else
                {"n_steps": config.steps(n_layers)})
     if fusion is not None and fusion.acts:
@@ -316,8 +309,21 @@ def split(solver: Any, splitting: type[Splitting]) -> Any:
     return splitting(solver)
 
 
+def check_causal(solver: Any, causal: bool) -> None:
+    """Raises ValueError for an adaptive or implicit solver in a causal model."""
+    if causal and (solver.is_adaptive or solver.is_implicit):
+        kind, chosen = (("adaptive", "step sizes chosen from") if solver.is_adaptive else
+                        ("implicit", "iterations that stop at an error measured over"))
+        raise ValueError(f"solver {solver.name!r} is {kind} and this model is causal: {chosen} a whole sequence let "
+                         "later tokens move earlier outputs. Use an explicit fixed-step solver, such as 'rk4'")
+
+
 def check_coupling(solver: Any, coupling: Any, gradient: str) -> None:
-    """Raises ValueError where the coupling splits the solver and that rules out the gradient mode."""
+    """Raises ValueError where the coupling leaves an IMEX solver no parts, or splits the solver and that rules out the
+    gradient mode."""
+    if isinstance(solver, ImexRungeKutta) and not getattr(coupling, "has_parts", True):
+        raise ValueError(f"solver {solver.name!r} needs a field with two parts, and this coupling makes one of them; "
+                         "couplings 'lie', 'strang' and 'parallel' keep them")
     splitting = getattr(coupling, "splitting", None)
     if solver.is_adaptive or splitting is None:
         return

@@ -172,6 +172,11 @@ def stream(model: Any, tokens: Tensor, mask: Tensor | None = None, *, max_new_to
     Arguments as of ``generate``. Between two tokens the model is in the mode in which it was.
     """
     check_prompt(model, tokens, mask, max_new_tokens)
+    known = [f.name for f in fields(Sampling)]
+    for name in sampling:
+        if name not in known:
+            raise ValueError(f"unknown option {name!r} for generate; known: {', '.join(known)}, those of stream, and "
+                             "n_beams and length_penalty")
     chosen_by = Sampling(**sampling)
     endings = Endings(len(tokens), stop_tokens, pad_token, model.config.vocab_size, tokens.device)
     return _stream(Reader(model, cache, cache_options, memory), chosen_by, endings, tokens, mask, max_new_tokens)
@@ -215,7 +220,8 @@ def generate(model: Any, tokens: Tensor, mask: Tensor | None = None, *, max_new_
                            length_penalty=0.0 if length_penalty is None else length_penalty, **options)[0][:, 0]
     if length_penalty is not None:
         raise ValueError("length_penalty is for beam search; give n_beams greater than 1, too")
-    new = list(stream(model, tokens, mask, max_new_tokens=max_new_tokens, **options))
+    with evaluating(model):
+        new = list(stream(model, tokens, mask, max_new_tokens=max_new_tokens, **options))
     return torch.cat([tokens, torch.stack(new, 1)], 1)
 
 

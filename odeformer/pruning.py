@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from odeformer.attention import ATTENTION
 from odeformer.block import BlockConfig
 from odeformer.feedforward import FEEDFORWARD
-from odeformer.models.base import DepthModel
+from odeformer.models.base import DepthModel, to_be_filled
 from odeformer.models.seq2seq import Seq2Seq
 from odeformer.norms import NORMS
 from odeformer.tables import look_up
@@ -36,7 +35,7 @@ def prune(model: nn.Module, keep: Sequence[int], *, decoder_keep: Sequence[int] 
     a number of steps that does not divide.
     """
     memo: dict[int, Any] = {}  # one for the whole model, so that tied parameters stay tied
-    with torch.random.fork_rng(devices=[]):  # what is drawn here is replaced
+    with to_be_filled():
         if isinstance(model, Seq2Seq):
             return _prune_both(model, keep, decoder_keep, memo)
         if not isinstance(model, DepthModel):
@@ -74,7 +73,7 @@ def _prune(model: DepthModel, keep: Sequence[int], memo: dict) -> DepthModel:
 
 
 def _read(keep: Sequence[int], n_layers: int) -> list[int]:
-    keep = list(keep)
+    keep = list(keep) if isinstance(keep, Sequence | range) else [keep]
     whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in keep)
     if not keep or not whole or keep != sorted(set(keep)) or not 0 <= keep[0] <= keep[-1] < n_layers:
         raise ValueError(f"keep must hold increasing layer numbers from 0 to {n_layers - 1}, got {keep}")

@@ -80,6 +80,10 @@ class Rotary(NamedTuple):
             y = torch.cat([y, rest], -1)
         return (y if self.scale == 1 else y * self.scale).to(x.dtype)
 
+    def back(self, x: Tensor) -> Tensor:
+        """What ``turn`` made x of."""
+        return self._replace(sin=-self.sin, scale=1 / self.scale).turn(x)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Frequencies:

@@ -237,6 +237,18 @@ def account(sums: Tensor, n_experts: int, report: Callable[[str, Tensor], None])
     report("dropped", (sums[-2] / claims.sum().clamp(min=1)).detach())
 
 
+def check_logits(logits: Tensor, mask: Tensor | None) -> None:
+    """Raises TypeError or ValueError unless logits are (..., n_experts) and mask None or bool (...)."""
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        raise TypeError(f"logits must be a floating-point tensor (..., n_experts), got "
+                        f"{getattr(logits, 'dtype', type(logits).__name__)}")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
+        raise TypeError(f"mask must be a bool tensor (True = real), got {getattr(mask, 'dtype', type(mask).__name__)}")
+    if mask is not None and mask.shape != logits.shape[:-1]:
+        raise ValueError(f"mask must have the shape of logits without the experts, {tuple(logits.shape[:-1])}, got "
+                         f"{tuple(mask.shape)}")
+
+
 def balance_loss(logits: Tensor, top_k: int = 1, mask: Tensor | None = None) -> Tensor:
     """n Σ_i f_i P_i: f_i the share of the choices that expert i got, P_i its mean probability (Lepikhin et al. 2021,
     Fedus et al. 2022). 1 at perfect balance for every top_k, since f_i counts choices, k a token; n where one expert
@@ -244,12 +256,14 @@ def balance_loss(logits: Tensor, top_k: int = 1, mask: Tensor | None = None) -> 
 
     logits (..., n_experts) of the router; mask (...), True = real: other tokens do not count (0 where none is real).
     """
+    check_logits(logits, mask)
     check_choice(logits.shape[-1], top_k)
     return balance_of(tally(logits, logits.detach().topk(top_k, -1).indices, mask=mask), logits.shape[-1])
 
 
 def router_z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     """Mean over real tokens of (log Σ_i exp logits_i)² (Zoph et al. 2022), which keeps logits small."""
+    check_logits(logits, mask)
     sums = tally(logits, logits.detach().argmax(-1, keepdim=True), mask=mask)
     return sums[-3] / sums[-1].clamp(min=1)
 

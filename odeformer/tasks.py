@@ -32,20 +32,28 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0
     Label smoothing (Szegedy et al. 2016; Vaswani et al. 2017, section 5.4) with ε = ``smoothing``. ``logits``: (...,
     vocab_size); ``targets``: int64 (...); those that are ``ignore_index``, padding, take no part. 0 where none counts.
 
-    Raises ValueError unless 0 <= smoothing < 1.
+    Raises ValueError unless 0 <= smoothing < 1 and the shapes agree, TypeError for targets of another dtype.
     """
     probability("smoothing", smoothing)
-    total = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=ignore_index,
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets must be int64, got {targets.dtype}")
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(f"targets must have the shape of logits without the vocabulary, {tuple(logits.shape[:-1])}, "
+                         f"got {tuple(targets.shape)}")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index,
                             label_smoothing=smoothing, reduction="sum")
     return total / (targets != ignore_index).sum().clamp(min=1)
 
 
 def perplexity(token_losses: Sequence[Tensor]) -> float:
     """exp of the mean negative log likelihood (nats) over all tokens, however they were batched."""
-    if not token_losses:
-        raise ValueError("token_losses must hold at least one tensor of losses")
-    losses = torch.cat([x.flatten().double() for x in token_losses])
-    return math.exp(losses.mean().item())
+    if isinstance(token_losses, Tensor):
+        token_losses = [token_losses]
+    losses = torch.cat([x.flatten().double() for x in token_losses]) if token_losses else torch.empty(0)
+    if not len(losses):
+        raise ValueError("token_losses must hold at least one loss")
+    return losses.mean().exp().item()
 
 
 @torch.no_grad()

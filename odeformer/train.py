@@ -18,7 +18,7 @@ from tqdm import tqdm
 from odeformer.files import write_atomically, write_json
 from odeformer.models.store import to_dict
 from odeformer.schedules import SCHEDULES
-from odeformer.tables import at_least, look_up
+from odeformer.tables import at_least, finite, look_up
 from odeformer.tasks import Task, accuracy, as_task, perplexity, smoothed_cross_entropy
 
 __all__ = ["SCHEDULES", "TrainConfig", "Trainer", "accuracy", "perplexity", "smoothed_cross_entropy"]
@@ -26,7 +26,11 @@ __all__ = ["SCHEDULES", "TrainConfig", "Trainer", "accuracy", "perplexity", "smo
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """``steps`` of AdamW on batches drawn in an order fixed by ``seed``; a checkpoint every ``checkpoint_every``."""
+    """``steps`` of AdamW on batches drawn in an order fixed by ``seed``; a checkpoint every ``checkpoint_every``.
+
+    ``balance``, ``router_z``: weights of these losses of a model's experts (see ``odeformer.experts``), added to the
+    task's; without effect in a model that has none.
+    """
 
     steps: int
     seed: int = 0
@@ -37,11 +41,15 @@ class TrainConfig:
     schedule: str = "cosine"
     warmup: int = 20
     checkpoint_every: int = 50
+    balance: float = 0.01
+    router_z: float = 0.001
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "checkpoint_every"):
             at_least(name, getattr(self, name), 1)
         at_least("warmup", self.warmup, 0)
+        for name in ("balance", "router_z"):
+            finite(name, getattr(self, name), least=0)
         look_up(SCHEDULES, self.schedule, "schedule")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate!r}")
@@ -87,6 +95,10 @@ class Trainer:
             factor = SCHEDULES[config.schedule](self.step + 1, warmup=config.warmup, total=config.steps)
             group["lr"] = config.learning_rate * factor
         loss, solution = self.task.loss(self.model, self.batch(self.step))
+        if getattr(solution, "routing", None) is not None:
+            for name in ("balance", "router_z"):
+                weight = getattr(config, name)
+                loss = loss + weight * solution.losses[name] if weight else loss
         value = loss.item()
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss became {value} at step {self.step + 1}: lower the learning rate, or "

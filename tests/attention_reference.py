@@ -215,7 +215,10 @@ def plain(label, attention, x, memory=None, mask=None, causal=False):
     head_dim, window = D_MODEL // N_HEADS, options.get("window")
     outputs = []
     for b in range(len(x)):
-        source = x[b] if memory is None else memory[b]
+        source, sight = x[b] if memory is None else memory[b], None if mask is None else mask[b]
+        if memory is not None and sight is not None and sight.dim() == 1 and not causal:
+            first = sight.tolist().index(True) if sight.any() else 0  # places count from the first real token
+            source, sight = source[first:], sight[first:]
         n, m = len(x[b]), len(source)
         heads = []
         for h in range(N_HEADS):
@@ -231,7 +234,7 @@ def plain(label, attention, x, memory=None, mask=None, causal=False):
             k = torch.stack([normed(row, kind, attention.key_norm) for row in k])
             rows = []
             for i in range(n):
-                seen = torch.ones(m, dtype=torch.bool) if mask is None else mask[b] if mask.dim() == 2 else mask[b, i]
+                seen = torch.ones(m, dtype=torch.bool) if sight is None else sight if sight.dim() == 1 else sight[i]
                 real = [j for j in range(m) if seen[j]]
                 js = [j for j in real if not (causal and j > i) and (window is None or abs(i - j) < window)]
                 row = Row(attention, options, i, h, js, q[i], k, v, n, real)

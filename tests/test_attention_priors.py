@@ -86,7 +86,7 @@ def test_eqs_4_5_queries_in_parts_stand_where_first_says_and_need_a_given_ratio(
     assert (attention(x[:, 4:], memory, first=4) - attention(x, memory)[:, 4:]).abs().max() < 1e-12
     whole = ATTENTION["cross_gaussian"](D_MODEL, 2, center_mode="ratio").double()
     assert whole.reads_target_length
-    wrong(lambda: whole(x[:, 4:], memory, first=4), ValueError, "ratio must be a number", "first = 4")
+    wrong(lambda: whole(x[:, 4:], memory, first=4), ValueError, "ratio must be a number", "begin at 0")
     assert not ATTENTION["cross_gaussian"](D_MODEL, 2).reads_target_length
 
 
@@ -323,3 +323,15 @@ def test_a_model_with_the_variant_is_saved_and_loaded_bit_for_bit(label, tmp_pat
     model.save(tmp_path)
     tokens = torch.randint(7, (2, 9))
     assert torch.equal(odeformer.load(tmp_path)(tokens), model.eval()(tokens))
+
+
+def test_eq_7_the_normalized_decay_of_the_gaussian_prior_falls_with_the_square():
+    """(eq. 3 in eq. 7) G = (i - j)^2 / (2 sigma^2) brought to [0, 1] over j: sigma cancels."""
+    attention = ATTENTION["local_multiplicative"](D_MODEL, 2, decay="normalized", prior="gaussian")
+    x = torch.randn(1, 5, D_MODEL)
+    decay = attention.decay(attention.pairs(x))
+    i, j = torch.arange(5)[:, None].float(), torch.arange(5).float()
+    g = (i - j) ** 2 / (2 * 1.7**2)
+    assert (decay - (1 - g / g.amax(1, keepdim=True))).abs().max() < 1e-6
+    with pytest.raises(ValueError, match="prior must be one of distance, gaussian"):
+        ATTENTION["local_multiplicative"](D_MODEL, 2, decay="normalized", prior="sharp")

@@ -101,13 +101,13 @@ def test_cached_is_full_token_by_token_and_in_any_pieces(coupling):
 
 @pytest.mark.parametrize("name", [name for name in SOLVERS if name not in FIXED])
 def test_adaptive_and_implicit_solvers_with_a_cache_are_refused_with_the_reason(name):
-    model = decoder().with_solver(name)
+    model = decoder()
     cache = model.new_cache()
     with pytest.raises(ValueError, match="later tokens move earlier outputs"):
-        model(tokens(), cache=cache)
+        model.with_solver(name)(tokens(), cache=cache)
     assert cache.n_tokens == 0 and cache.bytes() == 0
     with pytest.raises(ValueError, match="later tokens move earlier outputs"):
-        model.generate(tokens(length=2), max_new_tokens=2)
+        model.with_solver(name).generate(tokens(length=2), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("label", SELF)
@@ -490,3 +490,21 @@ def test_an_own_cache_policy_works_wherever_a_name_does():
     with torch.no_grad():
         read(model, tokens(), cache=cache)
     assert cache.passes == LENGTH
+
+
+def test_a_wrong_index_is_refused_before_anything_moves():
+    model = decoder()
+    ids = torch.randint(model.config.vocab_size, (2, 4))
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(ids, cache=cache)
+        before = model(ids[:, :1], cache=cache)[0]
+        for index, error in ((None, TypeError), (torch.tensor([True, False]), TypeError),
+                             (torch.tensor([[0]]), ValueError), (torch.tensor([0, 2]), ValueError),
+                             (torch.tensor([-1]), ValueError)):
+            with pytest.raises(error, match="index"):
+                cache.reorder(index)
+        assert len(before) == 2
+        model(ids[:, :1], cache=cache)
+        with pytest.raises(TypeError, match="cache must be made by new_cache"):
+            model(ids, cache={})

@@ -253,6 +253,9 @@ def test_points_outside_the_mask_change_nothing_whatever_they_hold(solver):
     other = values.masked_fill(~mask.unsqueeze(-1), NAN).requires_grad_()
     (grad,) = torch.autograd.grad(model(other, times.masked_fill(~mask, NAN), mask).sum(), other)
     assert grad.isfinite().all() and (grad[~mask] == 0).all() and (grad[mask] != 0).any()
+    grads = [torch.autograd.grad(model(x, times, mask).sum(), list(model.parameters())) for x in (
+        values, values.masked_fill(~mask.unsqueeze(-1), float("inf")))]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("position", ["none", "rope"])

@@ -311,6 +311,23 @@ def test_padded_targets_change_no_real_one_on_either_side(position):
             assert_close(got[i:i + 1, row], alone, 1e-12)
 
 
+@pytest.mark.parametrize("name", [name for name in ATTENTION if name != "window"])
+def test_cross_priors_count_real_target_tokens_from_the_first(name):
+    """With padding on the left of the target, cached and not, each row equals its run alone."""
+    model = stirred(tiny(block={"cross_attention": name, "cross_attention_options": CROSS[name]}))
+    (source, target), mask = texts(), right_padding(TARGET, 6, 4, 2).flip(1)
+    with torch.no_grad():
+        full, cache = model(source, target, None, mask), model.new_cache()
+        memory, cached = model.encode(source), []
+        for piece, seen in zip(target.split((3, 2, 1), 1), mask.split((3, 2, 1), 1), strict=True):
+            cached.append(model.decode(piece, memory, None, seen, cache=cache)[0])
+        cached = torch.cat(cached, 1)
+        for i, row in enumerate(mask):
+            alone = model(source[i:i + 1], target[i:i + 1, row])
+            assert_close(full[i:i + 1, row], alone, 1e-12)
+            assert_close(cached[i:i + 1, row], alone, 1e-12)
+
+
 CROSS = {name: {"center_mode": "ratio", "ratio": 1.2} if name == "cross_gaussian" else {} for name in ATTENTION
          if name != "window"}
 

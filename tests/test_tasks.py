@@ -33,6 +33,17 @@ def test_padding_moves_neither_the_smoothed_loss_nor_its_gradient():
     assert smoothed_cross_entropy(logits, torch.full((1, 4), 7), ignore_index=7) == 0
 
 
+def test_float64_losses_stay_float64_and_wrong_shapes_are_named():
+    logits = torch.randn(2, 3, 5, dtype=torch.float64)
+    targets = torch.randint(5, (2, 3))
+    wanted = -logits.log_softmax(-1).gather(-1, targets[..., None]).mean()
+    assert abs(smoothed_cross_entropy(logits, targets) - wanted) < 1e-14
+    with pytest.raises(ValueError, match="targets must have the shape"):
+        smoothed_cross_entropy(logits, targets.T.contiguous())
+    with pytest.raises(TypeError, match="targets must be int64"):
+        smoothed_cross_entropy(logits, targets.float())
+
+
 @pytest.mark.parametrize("smoothing", [-0.1, 1.0, "much"])
 def test_smoothing_outside_the_unit_interval_is_refused(smoothing):
     with pytest.raises(ValueError, match="smoothing"):
@@ -43,8 +54,10 @@ def test_perplexity_weights_tokens_not_batches():
     losses = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([6.0])]
     assert perplexity(losses) == pytest.approx(math.exp(3.0))
     assert perplexity([torch.cat(losses)]) == pytest.approx(math.exp(3.0))
-    with pytest.raises(ValueError, match="token_losses"):
-        perplexity([])
+    assert perplexity(torch.tensor([800.0])) > 1e300
+    for nothing in ([], [torch.empty(0)]):
+        with pytest.raises(ValueError, match="token_losses"):
+            perplexity(nothing)
 
 
 def test_language_windows_lie_side_by_side_and_a_uniform_model_needs_log2_of_the_vocabulary():
@@ -98,6 +111,25 @@ def test_a_sequence_to_sequence_model_learns_to_reverse():
     texts = model.generate(source, mask, start=1, max_new_tokens=6, stop_tokens=[2], pad_token=0)
     right = sum(text[1:].tolist()[:len(y) + 1] == [*y, 2] for text, (_, y) in zip(texts, task.test, strict=True))
     assert right > 0.7 * len(task.test)
+
+
+def test_training_adds_the_losses_of_experts_with_their_weights():
+    text = torch.randint(8, (200,), generator=torch.Generator().manual_seed(0))
+    task = Language("noise", text, text, length=10)
+
+    def first_loss(**weights):
+        torch.manual_seed(0)
+        block = BlockConfig(8, 2, feedforward="experts", feedforward_options={"n_experts": 4, "top_k": 1})
+        model = Decoder(DecoderConfig(vocab_size=8, max_seq_len=10, n_layers=2, block=block))
+        trainer = Trainer(model, task, TrainConfig(steps=1, batch_size=4, **weights))
+        with torch.no_grad():
+            solution = task.loss(model.train(), trainer.batch(0))[1]
+        return trainer.train_step()["loss"], solution.losses
+
+    plain, losses = first_loss(balance=0.0, router_z=0.0)
+    both, _ = first_loss(balance=2.0, router_z=3.0)
+    assert both - plain == pytest.approx(2 * losses["balance"].item() + 3 * losses["router_z"].item(), rel=1e-4)
+    assert losses["balance"] > 0.9
 
 
 @pytest.mark.parametrize("make", [

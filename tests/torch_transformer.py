@@ -73,11 +73,12 @@ def future(n):
 
 
 def assert_close(got, wanted, tolerance):
-    """Relative to the largest number wanted, or to 1 where all are smaller."""
-    assert (got - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=1)
+    """|got - wanted| relative to |wanted|, or to 1 where that is smaller, in the Euclidean norm."""
+    assert (got - wanted).norm() <= tolerance * wanted.norm().clamp(min=1)
 
 
 def assert_same_gradients(pairs, tolerance):
-    """Of all parameters, after both have gone backward."""
-    for ours, theirs, which in pairs:
-        assert_close(ours.grad, part(theirs.grad, which), tolerance)
+    """Of all parameters as one vector, after both have gone backward."""
+    both = [(ours.grad.flatten(), part(theirs.grad, which).flatten()) for ours, theirs, which in pairs]
+    got, wanted = (torch.cat(side) for side in zip(*both, strict=True))
+    assert_close(got, wanted, tolerance)

@@ -29,8 +29,9 @@ class Pairs:
 
     ``query`` (batch, n_heads, queries, head_dim); ``key``, ``value`` (batch, n_heads, keys, head_dim). ``source``: the
     query before rotary positions, from which priors are predicted. ``mask``: bool (batch, keys) or (batch, queries,
-    keys). ``first``: where among the keys the first query stands. ``window``: keys at a distance of window or more are
-    out of sight.
+    keys). ``first``: where the first query stands, a number or, for a memory, (batch, 1, 1, 1); ``origin`` (batch, 1,
+    1, 1): the key from which a memory's places are counted, its first real one; None: key 0. ``window``: keys at a
+    distance of window or more are out of sight. ``plain``: keys before rotary positions, where a variant asks for them.
     """
 
     query: Tensor
@@ -39,24 +40,29 @@ class Pairs:
     source: Tensor
     mask: Tensor | None = None
     causal: bool = False
-    first: int = 0
+    first: int | Tensor = 0
     window: int | None = None
+    origin: Tensor | None = None
+    plain: Tensor | None = None
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
-        """Where queries (queries, 1) and keys (keys,) stand, int64."""
+        """Where queries (queries, 1) and keys (keys,) stand, int64; behind (batch, 1) where padding moves them."""
         n, m, device = self.query.shape[2], self.key.shape[2], self.query.device
-        return torch.arange(self.first, self.first + n, device=device)[:, None], torch.arange(m, device=device)
+        key = torch.arange(m, device=device)
+        if self.origin is not None:
+            key = key - self.origin
+        return torch.arange(n, device=device)[:, None] + self.first, key
 
     @property
     def offset(self) -> Tensor:
-        """j - i, key position minus query position: (queries, keys), int64."""
+        """j - i, key position minus query position: (queries, keys) or (batch, 1, queries, keys), int64."""
         query, key = self.places
         return key - query
 
     @property
     def distance(self) -> Tensor:
-        """|i - j| (queries, keys), in a dtype in which priors are exact: float64 for float64 queries, else float32."""
+        """|i - j|, shaped like ``offset``, in a dtype in which priors are exact: float64 or float32."""
         query, key = (x.to(fine(self.query.dtype)) for x in self.places)
         return (key - query).abs()
 
@@ -65,7 +71,7 @@ class Pairs:
         start = max(0, self.first - self.window + 1)
         mask = None if self.mask is None else self.mask[..., start:]
         return replace(self, key=self.key[:, :, start:], value=self.value[:, :, start:], mask=mask,
-                       first=self.first - start)
+                       plain=None if self.plain is None else self.plain[:, :, start:], first=self.first - start)
 
     @property
     def seen(self) -> Tensor | None:
@@ -98,7 +104,8 @@ def fused(pairs: Pairs, bias: Tensor | None = None, scale: float | None = None) 
     if needs_rules():
         scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
         return weighted(closed_softmax(scores if bias is None else scores + bias, pairs.seen), value)
-    stands = 0 <= pairs.first <= key.shape[2] - query.shape[2]  # every query at a key, which it sees unless masked
+    # every query stands at a key, which it sees unless masked; on a memory only the mask says what is seen
+    stands = not pairs.causal or 0 <= pairs.first <= key.shape[2] - query.shape[2]
     if bias is not None:
         bias = narrow(bias, query.dtype)
     elif pairs.causal and pairs.mask is None and pairs.window is None and query.shape[2] == key.shape[2] and stands:
@@ -204,6 +211,8 @@ class Attention(nn.Module):
         self.output = nn.Linear(d_model, d_model, bias=bias)
         self.query_norm, self.key_norm = (QK_NORMS[qk_norm](self.head_dim) for _ in range(2))
 
+    asks_for_plain_keys = False  # whether ``Pairs.plain`` holds the keys before rotary positions
+
     def __init_subclass__(cls, **keywords: object) -> None:
         """A variant that takes ``**shared`` has the options of its base beside its own: its signature says so."""
         super().__init_subclass__(**keywords)
@@ -251,9 +260,10 @@ class Attention(nn.Module):
         return fused(pairs, self.bias(pairs), self.scale)
 
     def pairs(self, x: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False,
-              rotary: Rotary | None = None, slot: Slot | None = None, first: int | None = None) -> Pairs:
+              rotary: Rotary | None = None, slot: Slot | None = None, first: int | Tensor | None = None) -> Pairs:
         """Queries and keys of a call; the arguments are those of ``forward``."""
         own, memory = memory is None, x if memory is None else memory
+        self.check_states(x, memory)
         if mask is not None:
             check_sight(mask, x, memory, slot is not None)
             hidden = ~(mask if mask.dim() == 2 else mask.any(1))[:, mask.shape[-1] - memory.shape[1]:, None]
@@ -270,21 +280,39 @@ class Attention(nn.Module):
         group = self.n_heads // self.n_kv_heads
         if group > 1:
             key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        plain = rotary.back(key) if rotary is not None and self.asks_for_plain_keys else None
         if self.window is not None and not own and not causal:
             raise ValueError("window is for self-attention, got a memory, whose tokens have no distance to the queries")
         if first is None:
             first = key.shape[2] - query.shape[2] if causal else 0
-        return Pairs(query, key, value, source, mask, causal, first, self.window)
+        origin = None
+        if not own and not causal and mask is not None and mask.dim() == 2:
+            origin = mask.int().argmax(1).view(-1, 1, 1, 1)
+        return Pairs(query, key, value, source, mask, causal, first, self.window, origin, plain)
+
+    def check_states(self, x: Tensor, memory: Tensor) -> None:
+        """Raises TypeError or ValueError unless both are (batch, tokens, d_model), of one batch."""
+        width = self.n_heads * self.head_dim
+        for name, states in (("x", x), ("memory", memory)):
+            if not isinstance(states, Tensor) or not states.is_floating_point():
+                raise TypeError(f"{name} must be a floating-point tensor, got "
+                                f"{getattr(states, 'dtype', type(states).__name__)}")
+            if states.dim() != 3 or states.shape[2] != width:
+                raise ValueError(f"{name} must have the shape (batch, tokens, d_model = {width}), got "
+                                 f"{tuple(states.shape)}")
+        if len(x) != len(memory):
+            raise ValueError(f"memory must have the batch size of x, {len(x)}, got {len(memory)}")
 
     def forward(self, x: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False,
-                rotary: Rotary | None = None, slot: Slot | None = None, first: int | None = None) -> Tensor:
+                rotary: Rotary | None = None, slot: Slot | None = None, first: int | Tensor | None = None) -> Tensor:
         """(batch, queries, d_model) -> (batch, queries, d_model).
 
         ``memory`` (batch, keys, d_model): what is attended to, x itself if None. ``mask``: bool, True = may be seen,
         (batch, keys) or (batch, queries, keys). ``causal``: no query sees a later key; the last query stands at the
         last key. ``rotary``: turns queries and keys by their positions, which end at the same.
         ``slot``: gives the keys and values of earlier tokens, too, from this call's; ``mask`` then covers them all.
-        ``first``: where the first query stands, for priors on a memory; None: at 0.
+        ``first``: where the first query stands, for priors on a memory, a number or (batch, 1, 1, 1); None: at 0. A
+        memory's places are counted from its first real token.
         """
         pairs = self.pairs(x, memory, mask=mask, causal=causal, rotary=rotary, slot=slot, first=first)
         blocked = self.window is not None and (mask is None or mask.dim() == 2)
@@ -320,6 +348,7 @@ class Attention(nn.Module):
         mask = torch.ones(1, m, dtype=torch.bool, device=pairs.query.device) if pairs.mask is None else pairs.mask
         mask = F.pad(mask, (reach, right + spare)).unfold(1, reach + size + right, size)
         mask = mask.expand(batch, -1, -1).flatten(0, 1)  # False beyond both ends, too
+        plain = None if pairs.plain is None else keys(pairs.plain)
         y = self.attend(Pairs(queries(pairs.query), keys(pairs.key), keys(pairs.value), queries(pairs.source), mask,
-                              pairs.causal, reach, self.window))
+                              pairs.causal, reach, self.window, plain=plain))
         return y.unflatten(0, (batch, n_blocks)).transpose(1, 2).flatten(2, 3)[:, :, :n]

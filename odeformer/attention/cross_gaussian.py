@@ -49,12 +49,12 @@ class RatioCenter(nn.Module):
     def forward(self, pairs: Pairs, places: Places) -> Tensor:
         """μ, broadcastable to (batch, n_heads, queries, 1)."""
         n, length = pairs.query.shape[2], places.length
-        if self.ratio is None and pairs.first:
-            raise ValueError(f"ratio must be a number where queries come in parts (first = {pairs.first}), got None, "
-                             "which reads the target's whole length")
+        if self.ratio is None and not (isinstance(pairs.first, int) and pairs.first == 0):
+            raise ValueError("ratio must be a number where queries do not begin at 0, got None, which reads the "
+                             "target's whole length")
         ratio = length / n if self.ratio is None else self.ratio
-        i = torch.arange(pairs.first, pairs.first + n, dtype=length.dtype, device=length.device)
-        return torch.minimum(i[:, None] * ratio, length - 1).clamp(min=0)
+        i = pairs.places[0].to(length.dtype)
+        return torch.minimum(i * ratio, length - 1).clamp(min=0)
 
 
 class PredictedCenter(nn.Module):

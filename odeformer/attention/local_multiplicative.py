@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,17 +37,23 @@ class ExponentialDecay(nn.Module):
 
 
 class NormalizedDecay(nn.Module):
-    """−|i − j| (eq. 2) brought to [0, 1] over the j that query i may see: 1 at the nearest, 0 at the farthest.
+    """−G brought to [0, 1] over the j that query i may see: 1 at the nearest, 0 at the farthest.
 
-    What may not be seen has no part in it, so padding and later tokens change nothing. 1 where all are equally far.
+    ``prior``: "distance", G = |i − j| (eq. 2), or "gaussian", G = (i − j)² / (2 σ_i²) (eq. 3), of which σ cancels. What
+    may not be seen has no part in it, so padding and later tokens change nothing. 1 where all are equally far.
     """
 
-    def __init__(self, n_heads: int, head_dim: int):
+    POWERS: ClassVar = {"distance": 1, "gaussian": 2}
+
+    def __init__(self, n_heads: int, head_dim: int, *, prior: str = "distance"):
         super().__init__()
+        if prior not in self.POWERS:
+            raise ValueError(f"prior must be one of {', '.join(self.POWERS)}, got {prior!r}")
+        self.power = self.POWERS[prior]
 
     def forward(self, pairs: Pairs) -> Tensor:
         """As GaussianDecay's."""
-        distance, seen = pairs.distance, pairs.seen
+        distance, seen = pairs.distance**self.power, pairs.seen
         if seen is None:
             near, far = distance.amin(-1, keepdim=True), distance.amax(-1, keepdim=True)
         else:
@@ -69,15 +75,15 @@ class LocalMultiplicativeAttention(Attention):
 
     So G' = 0 means a score of 0, not a weight of 0: a far key weighs as much as any with a score of 0, and more than a
     near one whose score is negative. ``decay``: "gaussian" (option ``sigma``), "exponential" (``gamma``) or
-    "normalized"; None means the decay's own default. Raises ValueError for values outside their ranges and for an
-    option that the decay does not have.
+    "normalized" (``prior``); None means the decay's own default. Raises ValueError for values outside their ranges and
+    for an option that the decay does not have.
     """
 
     def __init__(self, d_model: int, n_heads: int, *, decay: str | type = "gaussian", sigma: Numbers | None = None,
                  sigma_mode: str | None = None, gamma: Numbers | None = None, gamma_mode: str | None = None,
-                 **shared: Any):
+                 prior: str | None = None, **shared: Any):
         super().__init__(d_model, n_heads, **shared)
-        options = {"sigma": sigma, "sigma_mode": sigma_mode, "gamma": gamma, "gamma_mode": gamma_mode}
+        options = {"sigma": sigma, "sigma_mode": sigma_mode, "gamma": gamma, "gamma_mode": gamma_mode, "prior": prior}
         self.decay = build(DECAYS, decay, "decay", n_heads, self.head_dim,
                            options={name: value for name, value in options.items() if value is not None})
 

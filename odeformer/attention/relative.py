@@ -21,6 +21,9 @@ class RelativeAttention(Attention):
     ``key_table``, ``value_table``; None for the others). No (queries x keys x head_dim) tensor is made: products with
     the table's rows are gathered, and weights of equal offset added up.
 
+    Under rotary positions only q · k is turned; products with the tables take queries and keys as they were, or they
+    would depend on more than j − i.
+
     Raises ValueError for max_distance < 1 and for tables that are no such letters.
     """
 
@@ -35,14 +38,20 @@ class RelativeAttention(Attention):
             rows = torch.empty(2 * max_distance + 1, self.head_dim).normal_(std=self.head_dim**-0.5)
             self.register_parameter(name, nn.Parameter(rows) if letter in tables else None)
 
+    @property
+    def asks_for_plain_keys(self) -> bool:
+        """Whether there is a table for queries."""
+        return self.query_table is not None
+
     def rows(self, pairs: Pairs) -> Tensor:
-        """Which row of the tables each pair uses: (queries, keys), int64."""
+        """Which row of the tables each pair uses: shaped like ``pairs.offset``, int64."""
         k = self.max_distance
         return pairs.offset.clamp(-k, k) + k
 
     def bias(self, pairs: Pairs) -> Tensor | None:
         """(q_i · PE^k_ij + PE^q_ij · k_j + PE^q_ij · PE^k_ij) / sqrt(head_dim); None without such tables."""
-        query, key, rows, terms = pairs.query, pairs.key, self.rows(pairs), []
+        rows, terms = self.rows(pairs), []
+        query, key = pairs.source, pairs.key if pairs.plain is None else pairs.plain
         if self.key_table is not None:
             products = query @ self.key_table.mT  # (batch, heads, queries, rows of the table)
             terms.append(products.gather(-1, rows.expand(*query.shape[:2], -1, -1)))

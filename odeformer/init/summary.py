@@ -38,10 +38,10 @@ class Report(list[Row]):
 def report(model: nn.Module) -> Report:
     """For each matrix: name, layer, scheme, gain, wanted and measured standard deviation (around 0).
 
-    Wanted is what the last initialiser drew from (``model.draws``, not saved with a model: after ``load`` it is that of
-    a new draw of the same scheme); measured is the present value, so in a trained model they differ. Embeddings are
-    listed where the scheme drew them, too. A matrix drawn by an own callable has only a measured value. Of a model made
-    of models (Seq2Seq) all are listed.
+    Wanted is what the last initialiser drew from (``model.draws``); measured is the present value, so in a trained
+    model they differ. Embeddings are listed where the scheme drew them, too. A matrix drawn by an own callable has only
+    a measured value, and so have those of a model that was loaded or pruned. Of a model made of models (Seq2Seq) all
+    are listed.
     """
     if not hasattr(model, "layers"):
         return Report(row._replace(matrix=f"{name}.{row.matrix}") for name, part in model.named_children()

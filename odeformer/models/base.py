@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +18,7 @@ from odeformer.cache import Cache
 from odeformer.context import Context
 from odeformer.depth import (
     DepthConfig,
+    check_causal,
     check_coupling,
     check_dropout,
     check_fusion,
@@ -30,6 +34,19 @@ from odeformer.norms import make_norm
 from odeformer.positions import Rotary
 from odeformer.tables import at_least, build, look_up
 from odeformer.weights import WEIGHTS
+
+_TO_BE_FILLED = ContextVar("to_be_filled", default=False)
+
+
+@contextmanager
+def to_be_filled() -> Iterator[None]:
+    """Models made within it are not initialised and move no random state: their parameters come from elsewhere."""
+    token = _TO_BE_FILLED.set(True)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        _TO_BE_FILLED.reset(token)
 
 
 class DepthModel(nn.Module):
@@ -64,6 +81,7 @@ class DepthModel(nn.Module):
     def _check_solver(self, solver: Any) -> None:
         """Raises ValueError where the solver does not go with the rest of the config."""
         config, block, depth = self.config, self.config.block, self.config.depth
+        check_causal(solver, self.causal)
         check_coupling(solver, look_up(COUPLINGS, block.coupling, "coupling"), depth.gradient)
         check_dropout(solver, block.dropout, block.dropout_per, depth.gradient)
         check_rows(solver, block.dropout > 0 or (depth.layer_drop > 0 and depth.layer_drop_per == "sample"))
@@ -72,6 +90,8 @@ class DepthModel(nn.Module):
 
     def initialize(self) -> None:
         """Apply the configured initialiser (called at the end of construction)."""
+        if _TO_BE_FILLED.get():
+            return
         block = self.config.block
         build(INITIALIZERS, block.init, "init", self, options=block.init_options)
 
@@ -96,6 +116,8 @@ class DepthModel(nn.Module):
             z = z.masked_fill(~mask.unsqueeze(-1), 0)  # what padding holds, NaN perhaps, must not reach real tokens
         reading = None
         if cache is not None:
+            if not isinstance(cache, Cache):
+                raise TypeError(f"cache must be made by new_cache(), got {type(cache).__name__}")
             gradient = self.config.depth.gradient
             if torch.is_grad_enabled() and gradient != "backprop":
                 raise ValueError(f"gradient {gradient!r} evaluates the field again in backward, which a cache cannot "

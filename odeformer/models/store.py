@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 from odeformer.block import BlockConfig
 from odeformer.depth import DepthConfig
 from odeformer.files import write_atomically, write_json
+from odeformer.models.base import to_be_filled
 from odeformer.models.decoder import Decoder, DecoderConfig
 from odeformer.models.encoder import Encoder, EncoderConfig
 from odeformer.models.seq2seq import Seq2Seq, Seq2SeqConfig
@@ -81,7 +82,8 @@ def load(folder: str | Path) -> Any:
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / 'config.json'} is not a model's config: {error}") from error
     try:
-        model = look_up(MODELS, name, "model")(from_dict(CONFIGS[name], values))
+        with to_be_filled():
+            model = look_up(MODELS, name, "model")(from_dict(CONFIGS[name], values))
     except (TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{folder / 'config.json'} does not describe a model: {error}") from error
     path = folder / "model.safetensors"
