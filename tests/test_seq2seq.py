@@ -205,7 +205,7 @@ def test_each_part_has_its_own_solver():
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
-@pytest.mark.parametrize("gradient", ["checkpoint", "checkpoint_recursive", "reversible"])
+@pytest.mark.parametrize("gradient", ["checkpoint", "reversible"])
 def test_every_exact_gradient_mode_reaches_the_encoder_as_backprop_does(coupling, gradient):
     model = tiny(block={"coupling": coupling})
     source, target = texts()
@@ -334,7 +334,7 @@ CROSS = {name: {"center_mode": "ratio", "ratio": 1.2} if name == "cross_gaussian
 
 @pytest.mark.parametrize("name", CROSS)
 def test_no_target_token_sees_a_later_one_and_all_see_the_whole_source(name):
-    for coupling, solver in itertools.product(COUPLINGS, ("euler", "rk4")):
+    for coupling, solver in zip(COUPLINGS, itertools.cycle(("rk4", "euler", "midpoint"))):
         model = stirred(tiny(block={"coupling": coupling, "cross_attention": name,
                                     "cross_attention_options": CROSS[name]}, depth={"solver": solver}), 0.1)
         source, target = texts()

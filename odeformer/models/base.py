@@ -116,8 +116,6 @@ class DepthModel(nn.Module):
             z = z.masked_fill(~mask.unsqueeze(-1), 0)  # what padding holds, NaN perhaps, must not reach real tokens
         reading = None
         if cache is not None:
-            if not isinstance(cache, Cache):
-                raise TypeError(f"cache must be made by new_cache(), got {type(cache).__name__}")
             gradient = self.config.depth.gradient
             if torch.is_grad_enabled() and gradient != "backprop":
                 raise ValueError(f"gradient {gradient!r} evaluates the field again in backward, which a cache cannot "

@@ -53,6 +53,8 @@ class TextModel(DepthModel):
 
     def embed(self, tokens: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """The state at l = 0 (batch, tokens, d_model). Positions count real tokens, wherever the padding is."""
+        if cache is not None and not isinstance(cache, Cache):
+            raise TypeError(f"cache must be made by new_cache(), got {type(cache).__name__}")
         start = 0 if cache is None else cache.n_tokens
         self.check(tokens, mask, start)
         z, rows = self.token_embedding(tokens), self.position(start + tokens.shape[1])
