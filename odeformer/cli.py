@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="odeformer", description="Transformers whose depth is integrated by an ODE solver of your choice.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train a vision Transformer on real images", formatter_class=_Help)
+    train = commands.add_parser("train", help="train a model on real images or text", formatter_class=_Help)
     train.set_defaults(run=_train)
     train.add_argument("--data", default="digits", help="data set")
     train.add_argument("--out", required=True, help="folder for checkpoint, results and model")
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--d-model", type=int, default=32, help="width")
     train.add_argument("--heads", type=int, default=4, help="attention heads")
     train.add_argument("--dropout", type=float, default=0.0, help="dropout on each sublayer's output")
+    train.add_argument("--length", type=int, default=128, help="bytes that a language model reads at once")
     train.add_argument("--batch-size", type=int, default=64, help="images an update")
     train.add_argument("--learning-rate", type=float, default=2e-3, help="peak learning rate")
     train.add_argument("--checkpoint-every", type=int, default=50, help="updates between checkpoints")
@@ -62,6 +64,19 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--data", default="digits", help="data set")
     evaluate.add_argument("--solvers", nargs="+", default=None, metavar="SOLVER",
                           help="solvers to compare, as NAME or NAME:STEPS (the model's own if left out)")
+
+    generate = commands.add_parser("generate", help="write on from a prompt", formatter_class=_Help)
+    generate.set_defaults(run=_generate)
+    generate.add_argument("folder", help="where the model was saved")
+    generate.add_argument("--prompt", required=True, help="the text to go on from")
+    generate.add_argument("--max-new-tokens", type=int, default=64, help="tokens to write at most")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token")
+    generate.add_argument("--top-k", type=int, default=None, help="draw from the k most likely tokens only")
+    generate.add_argument("--top-p", type=float, default=None, help="draw from the likeliest of this share")
+    generate.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    generate.add_argument("--solver", default=None, metavar="SOLVER",
+                          help="another solver, as NAME or NAME:STEPS (the model's own if left out)")
+    generate.add_argument("--cache", default="exact", help="cache policy: exact, first_stage or window")
 
     stability = commands.add_parser("stability", help="draw stability regions", formatter_class=_Help)
     stability.set_defaults(run=_stability)
@@ -85,19 +100,19 @@ def _train(args: argparse.Namespace) -> int:
     from odeformer.block import BlockConfig
     from odeformer.data import DATA
     from odeformer.depth import DepthConfig
-    from odeformer.models import VisionConfig, VisionEncoder
+    from odeformer.recipes import recipe
     from odeformer.tables import look_up
-    from odeformer.train import TrainConfig, Trainer, accuracy
+    from odeformer.train import TrainConfig, Trainer
 
     data = look_up(DATA, args.data, "data")()
     depth = DepthConfig(solver=args.solver, n_steps=args.depth_steps, weights=args.weights, rtol=args.rtol)
     block = BlockConfig(args.d_model, args.heads, coupling=args.coupling, dropout=args.dropout)
+    chosen = recipe(data, block, depth, args.layers, args.length)
     torch.manual_seed(args.seed)
-    model = VisionEncoder(VisionConfig(image_size=data.size, patch_size=2, channels=data.channels,
-                                       n_classes=data.n_classes, n_layers=args.layers, block=block, depth=depth))
+    model = chosen.kind(chosen.config)
     config = TrainConfig(steps=args.steps, seed=args.seed, batch_size=args.batch_size,
                          learning_rate=args.learning_rate, checkpoint_every=args.checkpoint_every)
-    trainer = Trainer(model, data, config, args.out)
+    trainer = Trainer(model, chosen.task, config, args.out)
     if args.resume:
         found = trainer.resume()
         print(f"resumed at step {trainer.step}" if found else f"nothing to resume in {args.out}: from step 0")
@@ -105,7 +120,10 @@ def _train(args: argparse.Namespace) -> int:
         print(f"stopped at step {trainer.step}; go on with --resume")
         return 130
     model.save(args.out)
-    print(f"test accuracy {accuracy(model, data.test_x, data.test_y):.4f}, model in {args.out}")
+    if chosen.tokenizer is not None:
+        chosen.tokenizer.save(args.out)
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in chosen.task.evaluate(model).items())
+    print(f"test {scores}, model in {args.out}")
     return 0
 
 
@@ -114,25 +132,61 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     from odeformer.data import DATA
     from odeformer.models import load
+    from odeformer.recipes import task_of
     from odeformer.tables import look_up
-    from odeformer.train import accuracy
 
     model, data = load(args.folder), look_up(DATA, args.data, "data")()
-    models = []
-    for spec in args.solvers or [None]:
-        chosen = model
-        if spec is not None:
-            name, _, steps = spec.partition(":")
-            if steps and not steps.isdigit():
-                raise ValueError(f"--solvers takes NAME or NAME:STEPS, got {spec!r}")
-            chosen = model.with_solver(name, **({"n_steps": int(steps)} if steps else {}))
-        models.append(chosen)
-    print(f"{'solver':<16}{'steps':>6}{'NFE':>6}{'accuracy':>10}")
-    for chosen in models:
+    task = task_of(model, data, _tokenizer(args.folder))
+    models = [_under(model, spec) for spec in args.solvers or [None]]
+    for i, chosen in enumerate(models):
         with torch.no_grad():
-            _, solution = chosen(data.test_x[:64], return_solution=True, save_states=False)
-        score = accuracy(chosen, data.test_x, data.test_y)
-        print(f"{chosen.config.depth.solver:<16}{solution.n_steps:>6}{solution.nfe:>6}{score:>10.4f}")
+            _, solution = task.loss(chosen, task.batch(torch.arange(min(16, task.n_train))))
+        scores = task.evaluate(chosen)
+        if i == 0:
+            print(f"{'solver':<16}{'steps':>6}{'NFE':>6}" + "".join(f"{name:>{len(name) + 2}}" for name in scores))
+        print(f"{chosen.config.depth.solver:<16}{solution.n_steps:>6}{solution.nfe:>6}"
+              + "".join(f"{value:>{len(name) + 2}.4f}" for name, value in scores.items()))
+    return 0
+
+
+def _under(model: Any, spec: str | None) -> Any:
+    """The model under a solver given as NAME or NAME:STEPS; its own if None."""
+    if spec is None:
+        return model
+    name, _, steps = spec.partition(":")
+    if steps and not steps.isdigit():
+        raise ValueError(f"solvers are given as NAME or NAME:STEPS, got {spec!r}")
+    return model.with_solver(name, **({"n_steps": int(steps)} if steps else {}))
+
+
+def _tokenizer(folder: str) -> Any:
+    """The tokenizer saved beside a model, or None."""
+    from pathlib import Path
+
+    from odeformer.tokenizers import load_tokenizer
+
+    return load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
+
+
+def _generate(args: argparse.Namespace) -> int:
+    import torch
+
+    from odeformer.models import Decoder, load
+
+    model, tokenizer = load(args.folder), _tokenizer(args.folder)
+    if not isinstance(model, Decoder) or tokenizer is None:
+        raise ValueError(f"{args.folder} must hold a decoder and its tokenizer.json, as `odeformer train` leaves them "
+                         f"for text; it holds a {type(model).__name__}")
+    ids = tokenizer.encode(args.prompt)
+    if not ids:
+        raise ValueError("--prompt must not be empty")
+    sampling = {name: getattr(args, name) for name in ("top_k", "top_p") if getattr(args, name) is not None}
+    if args.temperature > 0:
+        sampling["generator"] = torch.Generator().manual_seed(args.seed)
+    text = _under(model, args.solver).generate(torch.tensor([ids]), max_new_tokens=args.max_new_tokens,
+                                               temperature=args.temperature, stop_tokens=[tokenizer.stop],
+                                               cache=args.cache, **sampling)
+    print(tokenizer.decode(text[0].tolist()))
     return 0
 
 

@@ -128,3 +128,34 @@ def test_the_readme_names_every_entry_of_a_table(table):
     text = (runner.RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
     missing = set(getattr(odeformer, table)) - set(re.findall(r"\w+", text))
     assert not missing
+
+
+def test_a_language_model_is_trained_evaluated_and_writes(tmp_path, capsys):
+    """On the standard library's own documentation: nothing is downloaded."""
+    run = ["train", "--data", "python_docs", "--out", str(tmp_path), "--steps", "2", "--weights", "piecewise",
+           "--layers", "1", "--length", "16", "--batch-size", "2", "--d-model", "8", "--heads", "2"]
+    assert main(run) == 0
+    assert "test bits_per_byte" in capsys.readouterr().out
+    assert main(["evaluate", str(tmp_path), "--data", "python_docs", "--solvers", "euler", "rk4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["solver", "steps", "NFE", "bits_per_byte"]
+    assert [line.split()[2] for line in lines[1:]] == ["1", "4"]
+    write = ["generate", str(tmp_path), "--prompt", "The", "--max-new-tokens", "5"]
+    texts = []
+    drawn = ["--temperature", "1", "--seed", "1"]
+    for more in ([], ["--cache", "first_stage"], drawn, drawn):
+        assert main([*write, *more]) == 0
+        texts.append(capsys.readouterr().out)
+    assert all(text.startswith("The") for text in texts)
+    assert texts[0] == texts[1]  # under euler both policies are exact
+    assert texts[2] == texts[3]
+    assert main(["generate", str(tmp_path), "--prompt", ""]) == 2
+    assert main(["evaluate", str(tmp_path), "--data", "digits"]) == 2
+    assert "does not go with" in capsys.readouterr().err
+
+
+def test_data_without_a_recipe_are_refused_with_what_to_do(tmp_path, capsys, monkeypatch):
+    pairs = odeformer.data.Pairs("toy", *((("a", "b"),) for _ in range(3)))
+    monkeypatch.setitem(odeformer.DATA, "toy", lambda: pairs)
+    assert main(["train", "--data", "toy", "--out", str(tmp_path)]) == 2
+    assert "images or text" in capsys.readouterr().err
