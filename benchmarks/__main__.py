@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="measure, print the table, write results and plot")
     run.add_argument("name", metavar="NAME", help="a name from `list`")
-    run.add_argument("--preset", default="quick", help="quick (minutes on two cores) or cpu (longer) (default: quick)")
+    run.add_argument("--preset", default="quick",
+                     help="quick (minutes on two cores), cpu (longer) or, where there is one, gpu (default: quick)")
     run.add_argument("--seeds", type=int, default=None, help="seeds a configuration (default: the preset's)")
     run.add_argument("--resume", action="store_true", help="keep the rows of an earlier run that was stopped")
     plot = commands.add_parser("plot", help="draw the plot of results that are there")

@@ -6,6 +6,7 @@ a step (splitting), ``parallel`` evaluates their sum, ``composed`` makes one fie
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +91,9 @@ class Sublayer(nn.Module):
     def __init__(self, core: nn.Module, placement: nn.Module, dropout: float):
         super().__init__()
         self.core, self.placement, self.dropout = core, placement, dropout
+        parameters = inspect.signature(core.forward).parameters.values()
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.taken = frozenset(NEEDS) if open_ended else frozenset(p.name for p in parameters)
 
     def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
         """The core on its normalised input."""
@@ -101,19 +105,32 @@ class Sublayer(nn.Module):
         return context.increment(layer, k)
 
 
+NEEDS = {"rotary": "rotary positions", "slot": "a key/value cache (cache=None goes without)"}
+
+
 class AttentionSublayer(Sublayer):
     """Self-attention under the masks of the forward pass."""
 
     def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
-        return self.core(x, **context.attention(layer))
+        return self.attend(x, context.attention(layer))
+
+    def attend(self, x: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """The core with these arguments. Raises ValueError where an own class has none for what the pass needs."""
+        if not isinstance(self.core, Attention):
+            for name in NEEDS.keys() & arguments.keys() - self.taken:
+                raise ValueError(f"attention {type(self.core).__name__} does not take {NEEDS[name]}: derive it from "
+                                 f"odeformer.attention.base.Attention, or give its forward an argument {name!r}")
+        return self.core(x, **arguments)
 
 
-class CrossAttentionSublayer(Sublayer):
+class CrossAttentionSublayer(AttentionSublayer):
     """Attention to the memory of the forward pass, an encoder's output."""
 
     def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
-        places = {"first": context.first} if isinstance(self.core, Attention) else {}  # an own class may have no use
-        return self.core(x, **context.cross_attention(self), **places)
+        arguments = context.cross_attention(self)
+        if isinstance(self.core, Attention):
+            arguments["first"] = context.first
+        return self.attend(x, arguments)
 
 
 class RoutedSublayer(Sublayer):

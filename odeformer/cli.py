@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--heads", type=int, default=4, help="attention heads")
     train.add_argument("--dropout", type=float, default=0.0, help="dropout on each sublayer's output")
     train.add_argument("--length", type=int, default=128, help="bytes that a language model reads at once")
-    train.add_argument("--batch-size", type=int, default=64, help="images an update")
+    train.add_argument("--batch-size", type=int, default=64, help="images or windows of text an update")
     train.add_argument("--learning-rate", type=float, default=2e-3, help="peak learning rate")
     train.add_argument("--checkpoint-every", type=int, default=50, help="updates between checkpoints")
     train.add_argument("--stop-at", type=int, default=None, help="leave after this many updates, as a kill would")
@@ -113,6 +114,9 @@ def _train(args: argparse.Namespace) -> int:
     config = TrainConfig(steps=args.steps, seed=args.seed, batch_size=args.batch_size,
                          learning_rate=args.learning_rate, checkpoint_every=args.checkpoint_every)
     trainer = Trainer(model, chosen.task, config, args.out)
+    if (Path(args.out) / "checkpoint.pt").exists() and not args.resume:
+        print(f"{args.out} holds an earlier run, which this one replaces (--resume would go on with it)",
+              file=sys.stderr)
     if args.resume:
         found = trainer.resume()
         print(f"resumed at step {trainer.step}" if found else f"nothing to resume in {args.out}: from step 0")
@@ -120,7 +124,9 @@ def _train(args: argparse.Namespace) -> int:
         print(f"stopped at step {trainer.step}; go on with --resume")
         return 130
     model.save(args.out)
-    if chosen.tokenizer is not None:
+    if chosen.tokenizer is None:
+        (Path(args.out) / "tokenizer.json").unlink(missing_ok=True)  # of an earlier run on text
+    else:
         chosen.tokenizer.save(args.out)
     scores = ", ".join(f"{name} {value:.4f}" for name, value in chosen.task.evaluate(model).items())
     print(f"test {scores}, model in {args.out}")
@@ -153,16 +159,14 @@ def _under(model: Any, spec: str | None) -> Any:
     """The model under a solver given as NAME or NAME:STEPS; its own if None."""
     if spec is None:
         return model
-    name, _, steps = spec.partition(":")
-    if steps and not steps.isdigit():
+    name, colon, steps = spec.partition(":")
+    if colon and not steps.isdigit():
         raise ValueError(f"solvers are given as NAME or NAME:STEPS, got {spec!r}")
     return model.with_solver(name, **({"n_steps": int(steps)} if steps else {}))
 
 
 def _tokenizer(folder: str) -> Any:
     """The tokenizer saved beside a model, or None."""
-    from pathlib import Path
-
     from odeformer.tokenizers import load_tokenizer
 
     return load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None

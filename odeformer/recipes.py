@@ -63,5 +63,6 @@ def task_of(model: Any, data: Any, tokenizer: Any) -> Task:
     """What a trained model is judged by on a data set. Raises ValueError where they do not go together."""
     wanted = {VisionEncoder: Images, Decoder: Text}.get(type(model))
     if not isinstance(data, wanted or ()):
-        raise ValueError(f"data {data.name!r} does not go with a model that is a {type(model).__name__}")
+        raise ValueError(f"data {data.name!r} does not go with a model that is a {type(model).__name__}; name the data "
+                         "that it was trained on")
     return Classification(data) if wanted is Images else language(data, tokenizer, model.config.max_seq_len)

@@ -504,3 +504,24 @@ def test_wrong_inputs_name_the_argument():
     wrong(lambda: vision(torch.zeros(1, 1, 5, 4)), ValueError, "images", "multiples of patch_size = 2", "5 x 4")
     wrong(lambda: vision(torch.zeros(1, 3, 4, 4)), ValueError, "images", "channels = 1", "(1, 3, 4, 4)")
     wrong(lambda: vision(torch.zeros(1, 1, 4, 4, dtype=torch.int64)), TypeError, "images", "int64")
+
+
+class PlainAttention(torch.nn.Module):
+    """An own class with the plain call."""
+
+    def __init__(self, d_model, n_heads):
+        super().__init__()
+        self.output = torch.nn.Linear(d_model, d_model)
+
+    def forward(self, x, memory=None, *, mask=None, causal=False):
+        return self.output(x)
+
+
+def test_an_own_attention_class_without_caches_or_rotary_positions_is_told_so():
+    model = tiny(Decoder, DecoderConfig, block={"attention": PlainAttention})
+    prompt = tokens()[:, :4]
+    assert model.generate(prompt, max_new_tokens=2, cache=None).shape[1] == 6
+    with pytest.raises(ValueError, match="PlainAttention does not take a key/value cache"):
+        model.generate(prompt, max_new_tokens=2)
+    with pytest.raises(ValueError, match="PlainAttention does not take rotary positions"):
+        tiny(block={"attention": PlainAttention, "position": "rope"})(tokens())

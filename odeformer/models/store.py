@@ -35,7 +35,8 @@ def to_dict(config: Any, path: str = "config") -> Any:
         return [to_dict(value, path) for value in config]
     if config is None or isinstance(config, str | int | float | bool):
         return config
-    raise ValueError(f"{path} must be a name or a plain value to be saved, got {config!r}")
+    raise ValueError(f"{path} must be a name or a plain value to be saved, got {config!r}; put an own class into its "
+                     "table (ATTENTION['mine'] = Mine) and give that name; do the same before loading")
 
 
 def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
