@@ -120,7 +120,8 @@ class Extension(Frequencies):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.factor is None:
-            raise ValueError("factor must be given for this scaling, how many times longer than in training texts are; got None")
+            raise ValueError("factor must be given for this scaling, how many times longer than in training texts are; "
+                             "got None")
         finite("factor", self.factor, least=1)
 
 
