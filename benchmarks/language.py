@@ -6,7 +6,6 @@ that were not trained on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,10 +13,12 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.reference import TorchDecoder
-from benchmarks.training import REFERENCE, SOLVERS, averaged, depth, grouped, scatter, train
+from benchmarks.training import REFERENCE, averaged, cases, depth, grouped, scatter, train
 from odeformer import BlockConfig, Decoder, DecoderConfig
 from odeformer.data import DATA
 from odeformer.tasks import Language
+
+__all__ = ["COLUMNS", "PRESETS", "cases", "draw", "measure", "summary"]
 
 COLUMNS = ("solver", "NFE", "parameters", "bits per byte", "spread", "CPU s an update")
 PRESETS = {
@@ -28,13 +29,6 @@ PRESETS = {
 TEST_BYTES = 100_000
 SIZE = (5.5, 3.8)
 WORKERS = 2
-
-
-def cases(settings: dict[str, Any], seeds: int) -> Iterator[dict[str, Any]]:
-    """Solver x seed."""
-    for solver in SOLVERS:
-        for seed in range(seeds):
-            yield {"solver": solver, "seed": seed, **{name: x for name, x in settings.items() if name != "seeds"}}
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import mean, stdev
 from typing import Any
 
@@ -15,6 +15,13 @@ from odeformer.train import TrainConfig, Trainer
 
 REFERENCE = "torch.nn"  # the row of a plain Transformer, in place of a solver
 SOLVERS = (REFERENCE, "euler", "ab2 across layers", "midpoint", "rk4")
+
+
+def cases(settings: dict[str, Any], seeds: int) -> Iterator[dict[str, Any]]:
+    """Solver x seed."""
+    for solver in SOLVERS:
+        for seed in range(seeds):
+            yield {"solver": solver, "seed": seed, **{name: x for name, x in settings.items() if name != "seeds"}}
 
 
 def depth(solver: str) -> DepthConfig:

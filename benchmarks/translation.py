@@ -7,18 +7,19 @@ trained for minutes: the numbers compare solvers, they are no translation system
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from benchmarks.reference import TorchSeq2Seq
-from benchmarks.training import REFERENCE, SOLVERS, averaged, depth, grouped, scatter, train
+from benchmarks.training import REFERENCE, averaged, cases, depth, grouped, scatter, train
 from odeformer import BlockConfig, Seq2Seq, Seq2SeqConfig
 from odeformer.data import DATA
 from odeformer.tasks import Translation
 from odeformer.tokenizers import BPETokenizer
+
+__all__ = ["COLUMNS", "PRESETS", "cases", "draw", "measure", "summary"]
 
 COLUMNS = ("solver", "NFE", "parameters", "BLEU", "spread", "chrF", "perplexity", "CPU s an update")
 PRESETS = {
@@ -30,13 +31,6 @@ PRESETS = {
 LONGEST = 48  # tokens; longer pairs are left out
 SIZE = (10, 3.8)
 WORKERS = 2
-
-
-def cases(settings: dict[str, Any], seeds: int) -> Iterator[dict[str, Any]]:
-    """Solver x seed."""
-    for solver in SOLVERS:
-        for seed in range(seeds):
-            yield {"solver": solver, "seed": seed, **{name: x for name, x in settings.items() if name != "seeds"}}
 
 
 @cache

@@ -91,9 +91,6 @@ class Sublayer(nn.Module):
     def __init__(self, core: nn.Module, placement: nn.Module, dropout: float):
         super().__init__()
         self.core, self.placement, self.dropout = core, placement, dropout
-        parameters = inspect.signature(core.forward).parameters.values()
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.taken = frozenset(NEEDS) if open_ended else frozenset(p.name for p in parameters)
 
     def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
         """The core on its normalised input."""
@@ -110,6 +107,12 @@ NEEDS = {"rotary": "rotary positions", "slot": "a key/value cache (cache=None go
 
 class AttentionSublayer(Sublayer):
     """Self-attention under the masks of the forward pass."""
+
+    def __init__(self, core: nn.Module, placement: nn.Module, dropout: float):
+        super().__init__(core, placement, dropout)
+        parameters = inspect.signature(core.forward).parameters.values()
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.taken = frozenset(NEEDS) if open_ended else frozenset(p.name for p in parameters)
 
     def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
         return self.attend(x, context.attention(layer))

@@ -46,10 +46,10 @@ class LearnedGrid(NoGrid):
 
 
 def waves(position: Tensor, width: int) -> Tensor:
-    """sin and cos of position / 10000^(2i / width): (positions,) -> (positions, width), all sines first."""
+    """sin and cos of position / 10000^(2i / width): (...) -> (..., width), all sines first; float64."""
     frequency = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64, device=position.device) / width)
-    angle = position.double()[:, None] * frequency
-    return torch.cat([angle.sin(), angle.cos()], 1)
+    angle = position.double().unsqueeze(-1) * frequency
+    return torch.cat([angle.sin(), angle.cos()], -1)[..., :width]
 
 
 class SinusoidalGrid(NoGrid):

@@ -18,6 +18,7 @@ from torch import Tensor
 from odeformer.data.images import Images
 from odeformer.generate import evaluating
 from odeformer.tables import at_least, probability
+from odeformer.tokenizers import pad_batch
 
 __all__ = ["Classification", "Language", "Task", "Translation", "accuracy", "as_task", "perplexity",
            "smoothed_cross_entropy"]
@@ -172,15 +173,9 @@ class Translation:
 
     def padded(self, pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Pairs as tensors (batch, tokens), padded on the right, and bool masks."""
-        source, source_mask = self._stacked([x for x, _ in pairs])
-        target, target_mask = self._stacked([[self.start, *y, self.stop] for _, y in pairs])
+        source, source_mask = pad_batch([x for x, _ in pairs], pad=self.pad)
+        target, target_mask = pad_batch([[self.start, *y, self.stop] for _, y in pairs], pad=self.pad)
         return source, target, source_mask, target_mask
-
-    def _stacked(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-        longest = max(len(text) for text in texts)
-        ids = torch.tensor([text + [self.pad] * (longest - len(text)) for text in texts])
-        lengths = torch.tensor([len(text) for text in texts])
-        return ids, torch.arange(longest) < lengths[:, None]
 
     def loss(self, model: Any, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Any]:
         source, target, source_mask, target_mask = batch

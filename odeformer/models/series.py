@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from odeformer.block import BlockConfig
 from odeformer.depth import DepthConfig
+from odeformer.grid_positions import waves
 from odeformer.heads import HEADS
 from odeformer.masks import check_mask
 from odeformer.models.base import DepthModel, check_that
@@ -66,10 +67,7 @@ class SeriesEncoder(DepthModel):
         """The state at l = 0 (batch, points, d_model): values, flags of what is there, and waves of the time."""
         missing = values.isnan()
         z = self.value_embedding(torch.cat([values.masked_fill(missing, 0), (~missing).to(values.dtype)], -1))
-        width = z.shape[-1]
-        frequency = 10000.0 ** (-torch.arange(0, width, 2, device=z.device, dtype=torch.float64) / width)
-        angle = times.double().unsqueeze(-1) / self.config.time_scale * frequency
-        return z + torch.cat([angle.sin(), angle.cos()], -1)[..., :width].to(z.dtype)
+        return z + waves(times.double() / self.config.time_scale, z.shape[-1]).to(z.dtype)
 
     def forward(self, values: Tensor, times: Tensor, mask: Tensor | None = None, *, return_solution: bool = False,
                 save_states: bool = True) -> Any:
