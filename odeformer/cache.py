@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -191,6 +192,7 @@ class CachePass:
         self.mask = cache.joined_mask(mask, batch, n_new)
         self._evaluations = 0
         self._layers: set[int] = set()
+        self._crossings = count()
         self._kept: list[Slot] = []
 
     def attention(self, layer: int) -> Any:
@@ -202,9 +204,11 @@ class CachePass:
             self._kept.append(slot)
         return partial(slot.join if kept else slot.beside, slot.length)
 
-    def memory(self, site: Any) -> Slot:
-        """The slot of a cross-attention: its keys and values are those of the memory, the same in every evaluation."""
-        return self.cache.slots.setdefault(("cross", id(site)), MemorySlot())
+    def memory(self, site: Any, moving: bool) -> Slot:
+        """The slot of a cross-attention: its keys and values are those of the memory, the same in every evaluation
+        unless its weights are ``moving`` with depth."""
+        number = next(self._crossings) if moving else id(site)
+        return self.cache.slots.setdefault(("cross", number), MemorySlot())
 
     def end(self) -> None:
         """Count the tokens as read. Raises ValueError where another solver or model read the earlier ones."""

@@ -23,7 +23,8 @@ class Context:
     ``rotary``: what attention turns queries and keys by. ``keep``: for each layer a factor of its increment, a number
     or a tensor (batch, 1, 1): layer drop; None where all is kept. ``cache``: holds keys and values of earlier tokens.
     ``memory`` (batch, source, d_model) and ``memory_mask``: what cross-attention attends to.
-    ``routing``: what experts report.
+    ``routing``: what experts report. ``moving``: whether weights are functions of l, not the same in all evaluations of
+    a layer.
     """
 
     mask: Tensor | None = None
@@ -36,6 +37,7 @@ class Context:
     memory: Tensor | None = None
     memory_mask: Tensor | None = None
     routing: RoutingLog = field(default_factory=lambda: RoutingLog())
+    moving: bool = False
     _drops: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def attention(self, layer: int) -> dict[str, Any]:
@@ -51,8 +53,8 @@ class Context:
         """The arguments of a cross-attention beside the state."""
         arguments = {"memory": self.memory, "mask": self.memory_mask}
         if self.cache is not None:
-            slot = self.cache.memory(site)
-            held = slot.length  # all of the memory once it has been read; the same in every evaluation
+            slot = self.cache.memory(site, self.moving)
+            held = slot.length  # all of the memory once it has been read
             arguments["memory"] = self.memory[:, held:]
             arguments["slot"] = lambda key, value: slot.join(held, key, value)
         return arguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
@@ -21,15 +21,18 @@ from odeformer.tables import at_least, look_up, probability
 from odeformer.weights import WEIGHTS
 from solvers import Solution, SolverError
 from solvers.base import HALF
+from solvers.grid import read_grid
 from solvers.imex import ImexRungeKutta
 from solvers.learned import Learned
 from solvers.multistep import STARTERS, multistep_order
+from solvers.per_sample import PerSample
 from solvers.splitting import Splitting
 
 __all__ = ["DepthConfig", "Solution", "SolverError", "integrate"]
 
 TAKES_PARTS = (Splitting, ImexRungeKutta)  # solvers that treat a field's parts by themselves
 TRACKED = ("backprop", "checkpoint")  # gradient modes in which what a field computes beside its increment has a graph
+AMOUNTS = {"steps_per_layer": 1, "n_steps": None, "grid": None}  # says how many steps to take, if not as here
 SPLITTINGS = {"lie": solvers.LieTrotter, "strang": solvers.Strang}
 
 
@@ -38,8 +41,12 @@ class DepthConfig:
     """How depth is integrated.
 
     ``solver``: a name from SOLVERS or a solver object; ``solver_options`` go to it. ``steps_per_layer``: equal steps a
-    layer; ``n_steps``: their total number instead, where weights do not jump between layers. ``rtol``, ``atol``: for
-    adaptive solvers. ``weights``: a key of WEIGHTS. ``gradient``: a gradient mode of solve().
+    layer; ``n_steps``: their total number instead, where weights do not jump between layers; ``grid``: the depths of
+    all steps instead, from 0 to n_layers (see ``calibrate``). ``rtol``, ``atol``: for adaptive solvers. ``weights``: a
+    key of WEIGHTS. ``gradient``: a gradient mode of solve().
+
+    ``steer``: in training depth ends at n_layers + a random number within ± steer, drawn for each forward pass (STEER
+    of Ghosh et al. 2020, which smooths the dynamics near the end); below 1.
 
     ``fusion``: a key of FUSIONS, what a layer's output is made of beside its increment (eqs. 23-30). Layers are then
     solved one by one: an adaptive solver chooses its first step anew in each, a multistep method starts anew, gradient
@@ -54,6 +61,7 @@ class DepthConfig:
     solver: Any = "euler"
     steps_per_layer: int = 1
     n_steps: int | None = None
+    grid: Sequence[float] | None = None
     weights: str | type = "piecewise"
     gradient: str = "backprop"
     rtol: float | None = None
@@ -65,14 +73,18 @@ class DepthConfig:
     layer_drop: float = 0.0
     layer_drop_per: str = "sample"
     layer_drop_schedule: str = "constant"
+    steer: float = 0.0
 
     def __post_init__(self) -> None:
         at_least("steps_per_layer", self.steps_per_layer, 1)
         if self.n_steps is not None:
             at_least("n_steps", self.n_steps, 1)
-            if self.steps_per_layer != 1:
-                raise ValueError(f"n_steps and steps_per_layer must not both be given; got {self.n_steps} and "
-                                 f"{self.steps_per_layer}")
+        if self.grid is not None:
+            object.__setattr__(self, "grid", tuple(read_grid(self.grid)))
+        given = {name: getattr(self, name) for name, default in AMOUNTS.items() if getattr(self, name) != default}
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} must not both be given; got {', '.join(map(str, given.values()))}")
+        probability("steer", self.steer)
         look_up(WEIGHTS, self.weights, "weights")
         if self.fusion is not None:
             look_up(FUSIONS, self.fusion, "fusion")
@@ -83,8 +95,8 @@ class DepthConfig:
             if getattr(self, name) not in table:
                 raise ValueError(f"{name} must be one of {', '.join(table)}, got {getattr(self, name)!r}")
         solver = self.make_solver()
-        for name, default in (("steps_per_layer", 1), ("n_steps", None)):
-            if solver.is_adaptive and getattr(self, name) != default:
+        for name in given:
+            if solver.is_adaptive:
                 raise ValueError(f"{name} is for fixed-step solvers; {solver.name!r} chooses its steps from rtol and "
                                  "atol")
         if self.gradient not in solver.gradients:  # solve() refuses what the coupling then rules out
@@ -110,6 +122,8 @@ class DepthConfig:
 
     def steps(self, n_layers: int) -> int:
         """Steps of a fixed-step solve over n_layers."""
+        if self.grid is not None:
+            return len(self.grid) - 1
         return self.n_steps or n_layers * self.steps_per_layer
 
 
@@ -125,20 +139,40 @@ def integrate(f: Any, z: Tensor, solver: Any, config: DepthConfig, n_layers: int
     the Solution is then a FusedSolution, whose states at whole l are those after fusion.
     """
     amounts = ({"rtol": config.rtol, "atol": config.atol} if solver.is_adaptive else
-               {"n_steps": config.steps(n_layers)})
+               {"n_steps": config.steps(n_layers)} if config.grid is None else {"grid": config.grid})
     if fusion is not None and fusion.acts:
         solution = _integrate_fused(f, z, solver, config, n_layers, context, save, fusion, amounts)
     else:
-        solution = _solve(f, z, (0, n_layers), solver, context, config.gradient, save, amounts)
-    return _with_routing(solution, context, config.gradient)
+        end = n_layers
+        if config.steer and context.training:
+            end += config.steer * (2 * torch.rand(()).item() - 1)
+            f = _Ending(f, end)
+            if config.grid is not None:
+                amounts = {"grid": [*config.grid[:-1], end]}
+        solution = _solve(f, z, (0, end), solver, context, config.gradient, save, amounts)
+    return _with_routing(solution, f, context, config.gradient)
 
 
-def _solve(f: Any, z: Tensor, span: tuple[int, int], solver: Any, context: Context, gradient: str, save: bool,
+class _Ending:
+    """A field over [0, end]: its last piece ends there."""
+
+    def __init__(self, f: Any, end: float):
+        self.f, pieces = f, getattr(f, "pieces", None)
+        self.splitting, self.parts = getattr(f, "splitting", None), getattr(f, "parts", None)
+        self.kinks = getattr(f, "kinks", ())
+        self.pieces = pieces and [*pieces[:-1], (pieces[-1][0], end, pieces[-1][2])]
+
+    def __call__(self, z: Tensor, l: Tensor) -> Tensor:
+        return self.f(z, l)
+
+
+def _solve(f: Any, z: Tensor, span: tuple[float, float], solver: Any, context: Context, gradient: str, save: bool,
            amounts: Mapping[str, Any]) -> Solution:
-    """A solve over the layers span[0] ... span[1] - 1."""
-    save_at = None
+    """A solve over depth from span[0] to span[1]."""
+    save_at, kinks = None, None
     if solver.is_adaptive:
-        save_at = range(span[0], span[1] + 1) if save else None
+        kinks = [l for l in getattr(f, "kinks", ()) if span[0] < l < span[1]] or None
+        save_at = [*range(math.ceil(span[0]), math.ceil(span[1])), span[1]] if save else None
     else:
         save_at = "steps" if save else None
         splitting = _splitting(f)
@@ -146,20 +180,22 @@ def _solve(f: Any, z: Tensor, span: tuple[int, int], solver: Any, context: Conte
         if context.routing.step is not None:
             solver = _StepCounter(solver, context.routing)
     return solvers.solve(f, z, span=tuple(map(float, span)), solver=solver, mask=context.mask, gradient=gradient,
-                         save_at=save_at, **amounts)
+                         save_at=save_at, breakpoints=kinks, **amounts)
 
 
 @dataclass(frozen=True, eq=False)
 class DepthSolution(Solution):
     """A model's Solution. ``losses``: "balance" and "router_z" of its experts, averaged over evaluations and layers;
-    empty where there are none. ``routing``: what its routers did, layer by layer, or None."""
+    empty where there are none. ``routing``: what its routers did, layer by layer, or None. ``field``: the f(z, l) that
+    was integrated, with its masks and frozen draws."""
 
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     routing: RoutingReport | None = None
+    field: Any = field(default=None, repr=False)
 
 
-def _with_routing(solution: Solution, context: Context, gradient: str) -> DepthSolution:
-    """The solution with what the routers reported."""
+def _with_routing(solution: Solution, f: Any, context: Context, gradient: str) -> DepthSolution:
+    """The solution with its field and with what the routers reported."""
     report = RoutingReport.of(context.routing.records)
     losses = {} if report is None else report.losses
     if losses and torch.is_grad_enabled() and gradient not in TRACKED:
@@ -167,7 +203,7 @@ def _with_routing(solution: Solution, context: Context, gradient: str) -> DepthS
                           f"autograd; take gradient={' or '.join(map(repr, TRACKED))}")
     kind = type(solution) if isinstance(solution, DepthSolution) else DepthSolution
     values = {f.name: getattr(solution, f.name) for f in fields(solution)}
-    return kind(**values | {"losses": losses, "routing": report})
+    return kind(**values | {"losses": losses, "routing": report, "field": f})
 
 
 class _StepCounter:
@@ -342,7 +378,8 @@ def check_fusion(fusion: Fusion | None, solver: Any, config: DepthConfig, n_laye
     """Raises ValueError for what cannot be done layer by layer: a solver whose history runs across layers, a number of
     steps that is not the same in each; and for layer drop under a fusion that has no state to leave as it was."""
     fused = fusion is not None and fusion.acts
-    if (fused or config.layer_drop) and not solver.is_adaptive and config.steps(n_layers) % n_layers:
+    by_steps = not solver.is_adaptive and config.grid is None
+    if (fused or config.layer_drop) and by_steps and config.steps(n_layers) % n_layers:
         raise ValueError(f"n_steps must be a multiple of n_layers = {n_layers} with "
                          f"{'fusion' if fused else 'layer_drop'}, which acts by layers; got {config.steps(n_layers)}")
     if not fused:
@@ -360,6 +397,28 @@ def check_fusion(fusion: Fusion | None, solver: Any, config: DepthConfig, n_laye
     if starter is not None and (starter.is_adaptive or starter.is_implicit or solver.is_adaptive):
         raise ValueError("starter must be an explicit fixed-step solver, beside another fixed-step solver; got "
                          f"{starter.name!r} beside {solver.name!r}")
+
+
+def check_depth(solver: Any, config: DepthConfig, fusion: Fusion | None, n_layers: int) -> None:
+    """Raises ValueError for a grid or a random end that the layers do not allow, and for a solver that puts each row at
+    its own depth, where weights are functions of depth."""
+    by_layer = getattr(look_up(WEIGHTS, config.weights, "weights"), "by_layer", True)
+    if isinstance(solver, PerSample) and not by_layer:
+        raise ValueError(f"solver {solver.name!r} with per_sample has each row at a depth of its own, and weights that "
+                         "are functions of l would differ from row to row; take it without per_sample (its error norm "
+                         "is that of the worst row), or weights that are constant in a layer")
+    for name, given in (("grid", config.grid is not None), ("steer", config.steer > 0)):
+        if given and fusion is not None and fusion.acts:
+            raise ValueError(f"{name} cannot be combined with fusion, which acts by whole layers")
+    if config.grid is None:
+        return
+    if (config.grid[0], config.grid[-1]) != (0, n_layers):
+        raise ValueError(f"grid must go from 0 to n_layers = {n_layers}, got {config.grid}")
+    one_piece = not by_layer or config.weights == "shared"
+    missing = [l for l in range(1, n_layers) if l not in config.grid]
+    if missing and (config.layer_drop or not one_piece):
+        raise ValueError(f"grid must hold every whole l where layers differ or are dropped; {missing} are not in "
+                         f"{config.grid}")
 
 
 def check_rows(solver: Any, drawn: bool) -> None:

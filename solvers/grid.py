@@ -197,7 +197,7 @@ def place(pieces: list[Piece], n_steps: int | None, grid: list[float] | None) ->
 
 def make_steps(piece: Piece, points: list[float], nodes: tuple[float, ...], dtype: torch.dtype,
                device: torch.device) -> list[Step]:
-    """The steps of a piece with all their depth tensors, made in one go.
+    """The steps of a piece with all their depth tensors, made in one go; equal depths are one tensor.
 
     Raises SolverError: neighbouring points that are one number in dtype.
     """
@@ -216,10 +216,12 @@ def make_steps(piece: Piece, points: list[float], nodes: tuple[float, ...], dtyp
         for c in nodes:
             x = l if c == 0 else end if c == 1 else l + c * h
             depths.append(min(max(x, inside[0]), inside[1]) if piece.nudge != (False, False) else x)
-    at = torch.tensor(depths, dtype=dtype)
+    places = {x: i for i, x in enumerate(dict.fromkeys(depths))}
+    at = torch.tensor(list(places), dtype=dtype)
     if device.type != "cpu":  # pinned and not waited for, so that the host runs ahead of the device
         at = (at.pin_memory() if device.type == "cuda" else at).to(device, non_blocking=True)
     at = at.unbind()
+    at = tuple(at[places[x]] for x in depths)
     m = len(nodes)
     for i, (l, end) in enumerate(pairwise(points)):
         steps.append(Step(l, end - l, at[i * m : (i + 1) * m]))

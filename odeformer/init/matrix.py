@@ -123,14 +123,15 @@ def n_layers(model: nn.Module) -> int:
 def first_layer(model: nn.Module, path: str) -> int:
     """The first layer (from 1) that uses the block which a path in ``model.layers`` begins with.
 
-    A block that no layer has to itself (a knot, say) counts by its place; what is in no block counts as layer 1.
+    What is in no block counts as layer 1.
     """
     head = path.split(".")[0]
     if not head.isdigit():
         return 1
     block, depth = int(head), n_layers(model)
-    index = getattr(model.layers, "index", lambda layer: layer)
-    return 1 + next((layer for layer in range(depth) if index(layer) == block), min(block, depth - 1))
+    if hasattr(model.layers, "layer_of"):
+        return model.layers.layer_of(block)
+    return 1 + min(block, depth - 1)
 
 
 def _inside(path: str, module: nn.Module, layer: int) -> Iterator[Matrix]:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from odeformer.block import COUPLINGS, Block
-from odeformer.cache import Cache
+from odeformer.cache import Cache, CachePass
 from odeformer.context import Context
 from odeformer.depth import (
     DepthConfig,
     check_causal,
     check_coupling,
+    check_depth,
     check_dropout,
     check_fusion,
     check_routing,
@@ -84,6 +85,7 @@ class DepthModel(nn.Module):
         check_causal(solver, self.causal)
         check_coupling(solver, look_up(COUPLINGS, block.coupling, "coupling"), depth.gradient)
         check_dropout(solver, block.dropout, block.dropout_per, depth.gradient)
+        check_depth(solver, depth, self.fusion, config.n_layers)
         check_rows(solver, block.dropout > 0 or (depth.layer_drop > 0 and depth.layer_drop_per == "sample"))
         check_fusion(self.fusion, solver, depth, config.n_layers)
         check_routing(solver, block.feedforward_options.get("routing"), depth.gradient)
@@ -94,6 +96,7 @@ class DepthModel(nn.Module):
             return
         block = self.config.block
         build(INITIALIZERS, block.init, "init", self, options=block.init_options)
+        self.layers.settle(self)
 
     def rotary(self, z: Tensor, n_before: int) -> Any:
         """What attention turns queries and keys by, for a state behind n_before tokens."""
@@ -121,20 +124,40 @@ class DepthModel(nn.Module):
                 raise ValueError(f"gradient {gradient!r} evaluates the field again in backward, which a cache cannot "
                                  "follow; use torch.no_grad() or gradient 'backprop'")
             reading = cache.begin(len(z), z.shape[1], mask)
-        if rotary is None:
-            rotary = self.rotary(z, 0 if cache is None else cache.n_tokens)
-        depth, n_layers, training = self.config.depth, self.config.n_layers, self.layers.training
-        keep = draw(depth.layer_drop, depth.layer_drop_per, depth.layer_drop_schedule, n_layers, z, training)
-        context = Context(mask=mask, causal=self.causal, training=training, rotary=rotary, cache=reading,
-                          memory=memory, memory_mask=memory_mask, keep=keep, dropout_per=self.config.block.dropout_per)
-        if self.config.block.feedforward_options.get("routing") == "step":
-            context.routing.step = 0
-        inner = context if self.fusion is None else self.fusion.context(context)
-        field = self.layers.field(self.config.block.coupling, inner)
+        field, context = self._field(z, mask, reading, rotary, memory, memory_mask)
+        depth, n_layers = self.config.depth, self.config.n_layers
         solution = integrate(field, z, self.solver, depth, n_layers, context, save=save, fusion=self.fusion)
         if reading is not None:
             reading.end()
         return solution
+
+    def vector_field(self, z: Tensor, mask: Tensor | None = None, *, memory: Tensor | None = None,
+                     memory_mask: Tensor | None = None) -> Any:
+        """f(z, l) over [0, n_layers], the increment dz/dl, as a forward pass for states like z would see it: with this
+        padding, and with masks of dropout and layer drop of its own.
+
+        A Solution has the one that it was integrated with as ``field``. Fusion is no part of f.
+        """
+        check_memory(self.cross, z, memory, memory_mask)
+        if mask is not None:
+            check_mask(mask, z.shape[:2])
+        return self._field(z, mask, None, None, memory, memory_mask)[0]
+
+    def _field(self, z: Tensor, mask: Tensor | None, reading: CachePass | None, rotary: Rotary | None,
+               memory: Tensor | None, memory_mask: Tensor | None) -> tuple[Any, Context]:
+        """The field of a forward pass, and what that pass knows."""
+        if rotary is None:
+            rotary = self.rotary(z, 0 if reading is None else reading.cache.n_tokens)
+        depth, block, training = self.config.depth, self.config.block, self.layers.training
+        keep = draw(depth.layer_drop, depth.layer_drop_per, depth.layer_drop_schedule, self.config.n_layers, z,
+                    training)
+        context = Context(mask=mask, causal=self.causal, training=training, rotary=rotary, cache=reading,
+                          memory=memory, memory_mask=memory_mask, keep=keep, dropout_per=block.dropout_per,
+                          moving=not self.layers.by_layer)
+        if block.feedforward_options.get("routing") == "step":
+            context.routing.step = 0
+        inner = context if self.fusion is None else self.fusion.context(context)
+        return self.layers.field(block.coupling, inner), context
 
     def with_solver(self, solver: Any, **options: Any) -> Self:
         """The same parameters under another solver, a name or an object.
@@ -152,10 +175,9 @@ class DepthModel(nn.Module):
         extra = {**given.pop("solver_options", {}), **extra}
         bare = DepthConfig(solver=solver, solver_options=extra).make_solver()
         depth = {"rtol": None, "atol": None, "solver_options": extra}
-        if bare.is_adaptive or "n_steps" in given:
-            depth["steps_per_layer"] = 1
-        if bare.is_adaptive or "steps_per_layer" in given:
-            depth["n_steps"] = None
+        amounts = {"steps_per_layer": 1, "n_steps": None, "grid": None}
+        depth |= {name: default for name, default in amounts.items()
+                  if bare.is_adaptive or (amounts.keys() - {name}) & given.keys()}
         if self.config.depth.gradient not in bare.gradients:
             depth["gradient"] = "backprop"
         depth |= given
