@@ -51,7 +51,7 @@ class PiecewisePolynomial(Basis):
 
     def __init__(self, size: int, length: float):
         super().__init__(size, length)
-        self.table = self.coefficients()
+        self.table = torch.from_numpy(self.coefficients())
         self.kinks = tuple(self.length * j / self.n_intervals for j in range(1, self.n_intervals))
         self._tables: dict[tuple, Tensor] = {}
 
@@ -72,11 +72,12 @@ class PiecewisePolynomial(Basis):
     def __call__(self, l: Tensor) -> Tensor:
         key = l.dtype, l.device
         if key not in self._tables:
-            self._tables[key] = torch.tensor(self.table, dtype=l.dtype, device=l.device)
+            self._tables[key] = self.table.to(l.device, l.dtype)
         table = self._tables[key]
         s = l * (self.n_intervals / self.length)
         interval = s.detach().floor().clamp(0, self.n_intervals - 1)
-        t, rows = s - interval, table[interval.long()]
+        rows = table.index_select(0, interval.long().reshape(-1)).reshape(*l.shape, *table.shape[1:])
+        t = s - interval
         value = rows[..., -1]
         for power in reversed(range(table.shape[-1] - 1)):
             value = value * t.unsqueeze(-1) + rows[..., power]

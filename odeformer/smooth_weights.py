@@ -144,6 +144,8 @@ def spread(basis: Callable[[Tensor], Tensor], l: Tensor) -> list[tuple[int, floa
 def combine(weights: Sequence[tuple[int, float | Tensor]], columns: Columns) -> list[Tensor]:
     """Σ w_k column_k, for every tensor of a column."""
     (first, w), *rest = weights
+    if not columns[first]:
+        return []
     if isinstance(w, Tensor):
         return [sum((v * x[k] for k, v in rest), w * x[first])
                 for x in zip(*columns, strict=True)]
