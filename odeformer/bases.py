@@ -176,37 +176,3 @@ class Layers(Basis):
 
 
 BASES = {"linear": Linear, "spline": Spline, "fourier": Fourier, "chebyshev": Chebyshev}
-
-
-def change(old: Basis, new: Basis, points: Sequence[float] | None = None) -> tuple[Tensor, Tensor]:
-    """What coefficients in ``old`` become in ``new`` (new.size, old.size), and the map (old.size, old.size) whose image
-    of old coefficients has the size of what is lost. Both float64.
-
-    The new function is the nearest in L2 over depth, or, given ``points``, at those depths. Where the old functions are
-    all among the new ones nothing is lost.
-    """
-    if points is None:
-        depths, weights = _quadrature(old, new)
-    else:
-        depths, weights = np.array(points, dtype=float), np.full(len(points), new.length / len(points))
-    root = torch.from_numpy(np.sqrt(weights)).unsqueeze(-1)
-    before, after = root * old.at(depths.tolist()), root * new.at(depths.tolist())
-    matrix = torch.linalg.lstsq(after, before, driver="gelsd").solution
-    return matrix, torch.linalg.qr(after @ matrix - before).R
-
-
-def gram_root(basis: Basis) -> Tensor:
-    """R with |R θ|² = ∫ |Σ φ_k θ_k|² dl, (size, size) in float64."""
-    depths, weights = _quadrature(basis, basis)
-    return torch.linalg.qr(torch.from_numpy(np.sqrt(weights)).unsqueeze(-1) * basis.at(depths.tolist())).R
-
-
-def _quadrature(*bases: Basis) -> tuple[np.ndarray, np.ndarray]:
-    """Gauss-Legendre points and weights between all kinks: exact for products of the piecewise polynomials."""
-    length, size = bases[0].length, max(basis.size for basis in bases)
-    even = np.linspace(0, length, 2 * size + 1)
-    ends = np.unique(np.concatenate([even, *(basis.kinks for basis in bases)]))
-    ends = ends[np.concatenate([[True], np.diff(ends) > 1e-9 * length])]
-    x, w = np.polynomial.legendre.leggauss(8)
-    middle, half = (ends[1:] + ends[:-1])[:, None] / 2, np.diff(ends)[:, None] / 2
-    return (middle + half * x).ravel(), (half * w).ravel()

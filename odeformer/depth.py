@@ -175,8 +175,7 @@ def _solve(f: Any, z: Tensor, span: tuple[float, float], solver: Any, context: C
         save_at = [*range(math.ceil(span[0]), math.ceil(span[1])), span[1]] if save else None
     else:
         save_at = "steps" if save else None
-        splitting = _splitting(f)
-        solver = solver if splitting is None else split(solver, SPLITTINGS[splitting])
+        solver = taking_turns(solver, f)
         if context.routing.step is not None:
             solver = _StepCounter(solver, context.routing)
     return solvers.solve(f, z, span=tuple(map(float, span)), solver=solver, mask=context.mask, gradient=gradient,
@@ -187,10 +186,11 @@ def _solve(f: Any, z: Tensor, span: tuple[float, float], solver: Any, context: C
 class DepthSolution(Solution):
     """A model's Solution. ``losses``: "balance" and "router_z" of its experts, averaged over evaluations and layers;
     empty where there are none. ``routing``: what its routers did, layer by layer, or None. ``field``: the f(z, l) that
-    was integrated, with its masks and frozen draws."""
+    was integrated, with its masks and frozen draws. ``mask``: (batch, tokens), True = real, or None."""
 
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     routing: RoutingReport | None = None
+    mask: Tensor | None = field(default=None, repr=False)
     field: Any = field(default=None, repr=False)
 
 
@@ -203,7 +203,7 @@ def _with_routing(solution: Solution, f: Any, context: Context, gradient: str) -
                           f"autograd; take gradient={' or '.join(map(repr, TRACKED))}")
     kind = type(solution) if isinstance(solution, DepthSolution) else DepthSolution
     values = {f.name: getattr(solution, f.name) for f in fields(solution)}
-    return kind(**values | {"losses": losses, "routing": report, "field": f})
+    return kind(**values | {"losses": losses, "routing": report, "mask": context.mask, "field": f})
 
 
 class _StepCounter:
@@ -369,9 +369,11 @@ def check_coupling(solver: Any, coupling: Any, gradient: str) -> None:
                          f"coupling {splitting!r}, got {gradient!r}; couplings 'parallel' and 'composed' do not split")
 
 
-def _splitting(f: Any) -> str | None:
+def taking_turns(solver: Any, f: Any) -> Any:
+    """The fixed-step solver as it integrates f: with f's parts taking turns where the coupling says so."""
     pieces = getattr(f, "pieces", None)
-    return getattr(pieces[0][2] if pieces else f, "splitting", None)
+    splitting = getattr(pieces[0][2] if pieces else f, "splitting", None)
+    return solver if splitting is None else split(solver, SPLITTINGS[splitting])
 
 
 def check_fusion(fusion: Fusion | None, solver: Any, config: DepthConfig, n_layers: int) -> None:

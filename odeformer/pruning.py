@@ -16,11 +16,11 @@ from odeformer.feedforward import FEEDFORWARD
 from odeformer.models.base import DepthModel, to_be_filled
 from odeformer.models.seq2seq import Seq2Seq
 from odeformer.norms import NORMS
+from odeformer.rebuild import carry_over
 from odeformer.tables import look_up
 from odeformer.weights import WEIGHTS
 
 ENTRIES = {"attention": ATTENTION, "cross_attention": ATTENTION, "feedforward": FEEDFORWARD, "norm": NORMS}
-REBUILT = ("layers", "fusion", "solver")  # what depends on the number of layers
 
 
 def prune(model: nn.Module, keep: Sequence[int], *, decoder_keep: Sequence[int] | None = None) -> nn.Module:
@@ -63,12 +63,7 @@ def _prune(model: DepthModel, keep: Sequence[int], memo: dict) -> DepthModel:
     new.solver = _solver(model, new, memo)
     for at, block in enumerate(blocks):
         new.layers[new.layers.index(at)] = copy.deepcopy(model.layers[block], memo)
-    new.training, new.layers.training = model.training, model.layers.training
-    for name, child in model.named_children():
-        if name not in REBUILT:
-            setattr(new, name, copy.deepcopy(child, memo))
-    for name, tensor in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)):
-        setattr(new, name, copy.deepcopy(tensor, memo))
+    carry_over(model, new, memo)
     return new
 
 

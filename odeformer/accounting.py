@@ -1,0 +1,117 @@
+"""What a model is made of and what a pass costs: parameters, evaluations, multiply-adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from odeformer.attention.base import Attention
+from odeformer.block import Block
+from odeformer.tables import at_least
+
+
+class ParameterReport(dict[str, Any]):
+    """Prints as two columns, the model's and the plain Transformer's."""
+
+    def __str__(self) -> str:
+        plain = self["plain"]
+        rows = [("", "model", "plain"), *((name, _show(self[name]), _show(plain[name])) for name in plain)]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join("  ".join(cell.rjust(width) if i else cell.ljust(width)
+                                   for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows)
+
+
+def _show(value: Any) -> str:
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
+
+
+def parameter_report(model: nn.Module, n_tokens: int | None = None) -> ParameterReport:
+    """A mapping: ``parameters`` (those of the layers alone in ``layer_parameters``), ``nfe`` of a pass (None for a solver
+    that chooses its steps), ``multiply_adds`` a token of a pass over ``n_tokens`` tokens (max_seq_len if not given): of
+    the matrices that it goes through, in every evaluation, of scores and weighted values against all n_tokens, and of
+    the head. ``plain``: the same for a textbook Transformer of this width, depth and kind of layer.
+
+    Not counted: embeddings, norms, activations, and what θ(l) takes to be made, once for each depth of a pass.
+    """
+    if hasattr(model, "encoder"):
+        return _both(model, n_tokens)
+    config = model.config
+    if n_tokens is None:
+        n_tokens = getattr(config, "max_seq_len", None) or getattr(model, "n_tokens", None)
+    if n_tokens is None:
+        raise ValueError("n_tokens must be given for a model without a max_seq_len")
+    at_least("n_tokens", n_tokens, 1)
+    block = model.layers[0]
+    one, nfe = block_multiply_adds(block, n_tokens), evaluations(model)
+    layers = _count(model.layers)
+    others, head = _count(model) - layers, head_multiply_adds(model)
+    lone = _count(type(block)(config.block, config.n_layers, cross=model.cross)) * config.n_layers
+    plain = {"parameters": lone + others, "layer_parameters": lone, "nfe": config.n_layers,
+             "multiply_adds": config.n_layers * one + head}
+    return ParameterReport(parameters=layers + others, layer_parameters=layers, nfe=nfe,
+                           multiply_adds=None if nfe is None else round(nfe * one) + head, n_tokens=n_tokens,
+                           plain=plain)
+
+
+def _both(model: nn.Module, n_tokens: int | None) -> ParameterReport:
+    """Of an encoder and a decoder: sums, and the two by themselves; multiply_adds are those of a source token and a
+    target token."""
+    parts = {name: parameter_report(getattr(model, name), n_tokens) for name in ("encoder", "decoder")}
+    total = ParameterReport(_sum(list(parts.values())), **parts, plain=_sum([part["plain"] for part in parts.values()]))
+    total["parameters"] = _count(model)  # what is shared counts once
+    return total
+
+
+def _sum(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    names = ("parameters", "layer_parameters", "nfe", "multiply_adds")
+    values = {name: [report[name] for report in reports] for name in names}
+    return {name: None if None in column else sum(column) for name, column in values.items()}
+
+
+def evaluations(model: nn.Module) -> int | float | None:
+    """NFE of a pass, from one of a single token; None for a solver whose steps depend on the input."""
+    if model.solver.is_adaptive:
+        return None
+    p = next(model.layers.parameters())
+    z = torch.zeros(1, 1, model.config.block.d_model, device=p.device, dtype=p.dtype)
+    memory = {"memory": z} if model.cross else {}
+    with torch.no_grad():
+        return model.evolve(z, **memory).nfe
+
+
+def block_multiply_adds(block: Block, n_tokens: int) -> int:
+    """Of one evaluation of a layer, for a token among n_tokens."""
+    total = 0
+    for module in block.modules():
+        if isinstance(module, nn.Linear):
+            total += module.weight.numel()
+        elif isinstance(module, Attention):
+            total += 2 * _seen(module, n_tokens) * module.n_heads * module.head_dim
+        for name in getattr(module, "stacked", ()):
+            total += _active(block, getattr(module, name))
+    return total
+
+
+def _seen(attention: Attention, n_tokens: int) -> int:
+    window = getattr(attention, "window", None)
+    return n_tokens if window is None else min(n_tokens, 2 * window - 1)
+
+
+def _active(block: Block, stack: Tensor) -> int:
+    """Of a stack of experts' matrices: those of the top_k that serve a token."""
+    router = getattr(block.feedforward.core, "router", None)
+    top_k = getattr(router, "top_k", None) or stack.shape[0]
+    return top_k * stack[0].numel()
+
+
+def head_multiply_adds(model: nn.Module) -> int:
+    """Of the linear maps that every token goes through behind the layers."""
+    head = getattr(model, "head", None)
+    modules = head.modules() if isinstance(head, nn.Module) else ()
+    return sum(module.weight.numel() for module in modules if isinstance(module, nn.Linear))
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

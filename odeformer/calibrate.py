@@ -1,0 +1,156 @@
+"""A fixed grid of steps for a model, from sample data: as good as adaptive steps, and without looking at what it is then
+used on, so that causal models stay causal and batch-mates apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from odeformer.depth import taking_turns
+from odeformer.models.seq2seq import Seq2Seq
+from odeformer.tables import at_least, finite
+from solvers import calibrate_grid, solve
+
+MOST = 512  # steps a layer, at which the search for a target error ends
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """``model``: the given one with ``grid`` in its DepthConfig, where save() keeps it. ``nfe``: of a pass. ``error``:
+    how far final states of the sample are from exact integration, relative, the worst row; ``uniform_error``: the same
+    for equal steps at this NFE (nan where layers do not divide them). Of a Seq2Seq the numbers of both parts, and
+    ``grid`` is a pair."""
+
+    model: nn.Module
+    grid: Any
+    nfe: Any
+    error: Any
+    uniform_error: Any
+
+
+def calibrate(model: nn.Module, *inputs: Any, error: float | None = None, nfe: int | None = None,
+              **options: Any) -> Calibration:
+    """The model on a grid that gives its fixed-step solver equal errors in all steps, from the sample ``inputs`` (what
+    the model is called with; ``options``: keyword arguments of that call, such as mask).
+
+    Give a target: ``nfe`` evaluations a pass at most, or ``error``, the relative error of final states of the sample,
+    for which the fewest steps are sought. One adaptive run on the sample says where errors arise; it may see whole
+    sequences, as it is made once and beforehand. The sample must not be what a causal model is then judged on; when
+    generating, the prompt alone will do: ``calibrate(model, prompt, nfe=12).model.generate(prompt, ...)``.
+    The coupling's splitting error, if there is one, counts as error.
+
+    Raises ValueError for a solver that chooses its steps or evaluates f beyond them, for both targets or none, for an
+    nfe too small for one step a layer, and for an error that 512 steps a layer do not reach.
+    """
+    if (error is None) == (nfe is None):
+        raise ValueError(f"one of error and nfe must be given, got error = {error!r}, nfe = {nfe!r}")
+    if error is not None:
+        finite("error", error, above=0)
+    else:
+        at_least("nfe", nfe, 1)
+    parts = {"encoder": model.encoder, "decoder": model.decoder} if isinstance(model, Seq2Seq) else {"": model}
+    for part in parts.values():
+        solver = part.solver
+        if solver.is_adaptive or getattr(solver, "to_equilibrium", False):
+            raise ValueError(f"solver {solver.name!r} chooses its own steps; calibrate a model with a fixed-step one, "
+                             "such as with_solver('rk4')")
+    with torch.no_grad():
+        was = model.training
+        try:
+            _, solution = model.eval()(*inputs, return_solution=True, **options)
+        finally:
+            model.train(was)
+        done = {name: _calibrate(part, getattr(solution, name) if name else solution, error, nfe)
+                for name, part in parts.items()}
+    for name, result in done.items():
+        depth = parts[name].config.depth
+        which = {"part": name} if name else {}
+        model = model.with_solver(depth.solver, grid=result["grid"], **depth.solver_options, **which)
+    if "" in done:
+        return Calibration(model, **done[""])
+    return Calibration(model, **{key: tuple(result[key] for result in done.values()) for key in done["encoder"]})
+
+
+def _calibrate(model: nn.Module, solution: Any, error: float | None, nfe: int | None) -> dict[str, Any]:
+    run = _Run(model, solution)
+    if nfe is not None:
+        n = run.steps_for(nfe)
+    else:
+        n = run.fewest(error)
+    grid = run.grid(n)
+    return {"grid": tuple(grid), "nfe": run.solve(grid=grid).nfe, "error": run.error(grid=grid),
+            "uniform_error": run.error(n_steps=n) if n % run.n_pieces == 0 else math.nan}
+
+
+class _Run:
+    """Solves of one field from one sample."""
+
+    def __init__(self, model: nn.Module, solution: Any):
+        if solution.states is None or solution.field is None:
+            raise ValueError("model must give a Solution with states")
+        self.f, self.z0, self.mask = solution.field, solution.states[0], solution.mask
+        self.n_layers, self.name = model.config.n_layers, model.solver.name
+        self.grids: dict[int, Sequence[float]] = {}
+        self.solver = taking_turns(model.solver, self.f)
+        self.n_pieces = len(getattr(self.f, "pieces", None) or (1,))
+        self.kinks = list(getattr(self.f, "kinks", ())) or None
+        self.exact = solve(self.f, self.z0, span=(0.0, self.n_layers), solver="dopri5", mask=self.mask,
+                           breakpoints=self.kinks, **self.tolerances()).z
+
+    def tolerances(self) -> dict[str, float]:
+        """As fine as the state's precision allows."""
+        rtol = max(1e-9, 20 * torch.finfo(self.z0.dtype).eps)
+        return {"rtol": rtol, "atol": rtol}
+
+    def solve(self, **amounts: Any) -> Any:
+        """With the model's solver."""
+        return solve(self.f, self.z0, span=(0.0, self.n_layers), solver=self.solver, mask=self.mask, **amounts)
+
+    def error(self, **amounts: Any) -> float:
+        """|z - exact| / |exact| of the worst row."""
+        z = self.solve(**amounts).z
+        real = torch.ones_like(z[..., :1]) if self.mask is None else self.mask.unsqueeze(-1).to(z.dtype)
+        off, size = (((x * real).flatten(1).norm(dim=1)) for x in (z - self.exact, self.exact))
+        return (off / size).max().item()
+
+    def grid(self, n: int) -> Sequence[float]:
+        """n steps; kinks are among their ends where there are enough of them."""
+        if n not in self.grids:
+            kinks = self.kinks if self.kinks and n > len(self.kinks) else None
+            self.grids[n] = calibrate_grid(self.f, self.z0, span=(0.0, self.n_layers), n_steps=n, mask=self.mask,
+                                           breakpoints=kinks)
+        return self.grids[n]
+
+    def steps_for(self, nfe: int) -> int:
+        """The most steps that take no more than nfe evaluations."""
+        one = self.solve(n_steps=self.n_pieces).nfe
+        n, per = self.n_pieces, one / self.n_pieces
+        if one > nfe:
+            raise ValueError(f"nfe must be at least {one:g}, what one step of {self.name!r} in each of {self.n_pieces} "
+                             f"pieces of depth takes; got {nfe}")
+        n = max(n, int(nfe / per))
+        while n > self.n_pieces and self.solve(grid=self.grid(n)).nfe > nfe:
+            n -= 1
+        while self.solve(grid=self.grid(n + 1)).nfe <= nfe:
+            n += 1
+        return n
+
+    def fewest(self, error: float) -> int:
+        """The fewest steps with at most this error: by doubling, then halving the gap."""
+        low, high = self.n_pieces - 1, self.n_pieces
+        while self.error(grid=self.grid(high)) > error:
+            low, high = high, 2 * high
+            if high > MOST * self.n_layers:
+                raise ValueError(f"error {error:g} is not reached by {self.name!r} in {MOST} steps a layer (it is "
+                                 f"{self.error(grid=self.grid(low)):.2g} at {low} steps): ask for less, take a solver "
+                                 "of higher order, or a state in float64")
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.error(grid=self.grid(middle)) <= error else (middle, high)
+        return high
+
