@@ -4,7 +4,6 @@ used on, so that causal models stay causal and batch-mates apart."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch import nn
 from odeformer.depth import taking_turns
 from odeformer.models.seq2seq import Seq2Seq
 from odeformer.tables import at_least, finite
-from solvers import calibrate_grid, solve
+from solvers import solve
+from solvers.calibrate import ErrorProfile
 
 MOST = 512  # steps a layer, at which the search for a target error ends
 
@@ -82,7 +82,7 @@ def _calibrate(model: nn.Module, solution: Any, error: float | None, nfe: int | 
         n = run.steps_for(nfe)
     else:
         n = run.fewest(error)
-    grid = run.grid(n)
+    grid = run.profile.grid(n)
     return {"grid": tuple(grid), "nfe": run.solve(grid=grid).nfe, "error": run.error(grid=grid),
             "uniform_error": run.error(n_steps=n) if n % run.n_pieces == 0 else math.nan}
 
@@ -95,17 +95,14 @@ class _Run:
             raise ValueError("model must give a Solution with states")
         self.f, self.z0, self.mask = solution.field, solution.states[0], solution.mask
         self.n_layers, self.name = model.config.n_layers, model.solver.name
-        self.grids: dict[int, Sequence[float]] = {}
         self.solver = taking_turns(model.solver, self.f)
         self.n_pieces = len(getattr(self.f, "pieces", None) or (1,))
         self.kinks = list(getattr(self.f, "kinks", ())) or None
-        self.exact = solve(self.f, self.z0, span=(0.0, self.n_layers), solver="dopri5", mask=self.mask,
-                           breakpoints=self.kinks, **self.tolerances()).z
-
-    def tolerances(self) -> dict[str, float]:
-        """As fine as the state's precision allows."""
-        rtol = max(1e-9, 20 * torch.finfo(self.z0.dtype).eps)
-        return {"rtol": rtol, "atol": rtol}
+        resolution = torch.finfo(self.z0.dtype).eps
+        self.exact = solve(self.f, self.z0, span=(0.0, self.n_layers), solver="dopri8", mask=self.mask,
+                           breakpoints=self.kinks, rtol=max(1e-8, 20 * resolution), atol=max(1e-8, 20 * resolution)).z
+        self.profile = ErrorProfile.of(self.f, self.z0, span=(0.0, self.n_layers), solver="dopri5", mask=self.mask,
+                                       rtol=None, atol=None, fine=True, breakpoints=None, max_nfe=None)
 
     def solve(self, **amounts: Any) -> Any:
         """With the model's solver."""
@@ -118,39 +115,28 @@ class _Run:
         off, size = (((x * real).flatten(1).norm(dim=1)) for x in (z - self.exact, self.exact))
         return (off / size).max().item()
 
-    def grid(self, n: int) -> Sequence[float]:
-        """n steps; kinks are among their ends where there are enough of them."""
-        if n not in self.grids:
-            kinks = self.kinks if self.kinks and n > len(self.kinks) else None
-            self.grids[n] = calibrate_grid(self.f, self.z0, span=(0.0, self.n_layers), n_steps=n, mask=self.mask,
-                                           breakpoints=kinks)
-        return self.grids[n]
-
     def steps_for(self, nfe: int) -> int:
         """The most steps that take no more than nfe evaluations."""
-        one = self.solve(n_steps=self.n_pieces).nfe
-        n, per = self.n_pieces, one / self.n_pieces
+        one, two = (self.solve(n_steps=k * self.n_pieces).nfe for k in (1, 2))
         if one > nfe:
             raise ValueError(f"nfe must be at least {one:g}, what one step of {self.name!r} in each of {self.n_pieces} "
                              f"pieces of depth takes; got {nfe}")
-        n = max(n, int(nfe / per))
-        while n > self.n_pieces and self.solve(grid=self.grid(n)).nfe > nfe:
+        n = self.n_pieces + int((nfe - one) * self.n_pieces / (two - one))
+        while n > self.n_pieces and self.solve(grid=self.profile.grid(n)).nfe > nfe:
             n -= 1
-        while self.solve(grid=self.grid(n + 1)).nfe <= nfe:
-            n += 1
         return n
 
     def fewest(self, error: float) -> int:
         """The fewest steps with at most this error: by doubling, then halving the gap."""
         low, high = self.n_pieces - 1, self.n_pieces
-        while self.error(grid=self.grid(high)) > error:
+        while self.error(grid=self.profile.grid(high)) > error:
             low, high = high, 2 * high
             if high > MOST * self.n_layers:
                 raise ValueError(f"error {error:g} is not reached by {self.name!r} in {MOST} steps a layer (it is "
-                                 f"{self.error(grid=self.grid(low)):.2g} at {low} steps): ask for less, take a solver "
+                                 f"{self.error(grid=self.profile.grid(low)):.2g} at {low} steps): ask for less, take a solver "
                                  "of higher order, or a state in float64")
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.error(grid=self.grid(middle)) <= error else (middle, high)
+            low, high = (low, middle) if self.error(grid=self.profile.grid(middle)) <= error else (middle, high)
         return high
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,32 +49,64 @@ def calibrate_grid(f: VectorField, z0: State, *, span: tuple, n_steps: int | Non
     >>> calibrate_grid(lambda z, l: -z, torch.ones(1), span=(0.0, 1.0), n_steps=2)[::2]
     [0.0, 1.0]
     """
-    solver = get_solver(solver)
-    if not solver.is_adaptive or solver.embedded_order is None:
-        raise ValueError(f"solver must be adaptive and estimate its error; {solver.name!r} does not. Known: dopri5, "
-                         "bosh3, ..., and get_solver(name, adaptive=True)")
+    check_steps(n_steps)
+    fine = n_steps is not None and rtol is None and atol is None
+    profile = ErrorProfile.of(f, z0, span=span, rtol=rtol, atol=atol, fine=fine, solver=solver, mask=mask,
+                              breakpoints=breakpoints, max_nfe=max_nfe)
+    return profile.points if n_steps is None else profile.grid(n_steps)
+
+
+def check_steps(n_steps: Any) -> None:
+    """Raises ValueError unless n_steps is None or an int of at least 1."""
     if n_steps is not None and (isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1):
         raise ValueError(f"n_steps must be an int of at least 1, got {n_steps!r}")
-    check_state(z0)
-    if n_steps is not None and rtol is None and atol is None:
-        rtol, atol = _fine(z0)
-    ends = read_span(span)
-    with torch.no_grad():
-        pieces = [(piece.l0, piece.l1) for piece in make_pieces(f, ends, ends, breakpoints, Work(), None)]
-        if n_steps is not None and n_steps < len(pieces):
-            raise ValueError(f"n_steps must be at least the number of pieces of f ({len(pieces)}), got {n_steps}")
-        run = solve(f, z0, span=ends, solver=solver, rtol=rtol, atol=atol, mask=mask, breakpoints=breakpoints,
-                    max_nfe=max_nfe)
-    if any(isinstance(h, list) for h in run.steps):
-        raise ValueError("solver must take one step for all rows; a per-sample solver gives a grid for each row")
-    cells = _cells(run.steps, run.errors, pieces, error_order(solver.tableau))
-    if n_steps is None:
-        return [ends[0], *(cell.stop for row in cells for cell in row)]
-    counts = _share_out(n_steps, [sum(cell.weight for cell in row) for row in cells])
-    grid = [ends[0]]
-    for (start, _), row, n in zip(pieces, cells, counts, strict=True):
-        grid += _invert(start, row, n)
-    return grid
+
+
+@dataclass(frozen=True)
+class ErrorProfile:
+    """Where an adaptive run found errors to arise: ``cells``, its accepted steps in each piece of f."""
+
+    start: float
+    starts: tuple[float, ...]
+    cells: tuple[list[_Cell], ...]
+
+    @classmethod
+    def of(cls, f: VectorField, z0: State, *, span: tuple, rtol: float | None, atol: float | None, fine: bool,
+           solver: str | Solver, mask: Tensor | None, breakpoints: Sequence[float] | None,
+           max_nfe: int | None) -> ErrorProfile:
+        """From a run; ``fine``: with tolerances that resolve the errors, in place of those of solve()."""
+        solver = get_solver(solver)
+        if not solver.is_adaptive or solver.embedded_order is None:
+            raise ValueError(f"solver must be adaptive and estimate its error; {solver.name!r} does not. Known: "
+                             "dopri5, bosh3, ..., and get_solver(name, adaptive=True)")
+        check_state(z0)
+        if fine:
+            rtol, atol = _fine(z0)
+        ends = read_span(span)
+        with torch.no_grad():
+            pieces = [(piece.l0, piece.l1) for piece in make_pieces(f, ends, ends, breakpoints, Work(), None)]
+            run = solve(f, z0, span=ends, solver=solver, rtol=rtol, atol=atol, mask=mask, breakpoints=breakpoints,
+                        max_nfe=max_nfe)
+        if any(isinstance(h, list) for h in run.steps):
+            raise ValueError("solver must take one step for all rows; a per-sample solver gives a grid for each row")
+        return cls(ends[0], tuple(l for l, _ in pieces),
+                   tuple(_cells(run.steps, run.errors, pieces, error_order(solver.tableau))))
+
+    @property
+    def points(self) -> list[float]:
+        """The steps of the run."""
+        return [self.start, *(cell.stop for row in self.cells for cell in row)]
+
+    def grid(self, n_steps: int) -> list[float]:
+        """n_steps + 1 points with equal errors between them."""
+        check_steps(n_steps)
+        if n_steps < len(self.cells):
+            raise ValueError(f"n_steps must be at least the number of pieces of f ({len(self.cells)}), got {n_steps}")
+        counts = _share_out(n_steps, [sum(cell.weight for cell in row) for row in self.cells])
+        grid = [self.start]
+        for start, row, n in zip(self.starts, self.cells, counts, strict=True):
+            grid += _invert(start, row, n)
+        return grid
 
 
 def _fine(z0: State) -> tuple[float, float]:
