@@ -37,6 +37,8 @@ BENCHMARKS = {
     "images": "digits and Fashion-MNIST under several solvers, beside a plain torch.nn Transformer",
     "language": "bits per byte on Shakespeare under several solvers, beside a plain torch.nn Transformer",
     "translation": "English to German under several solvers, beside a plain torch.nn Transformer",
+    "depth_weights": "weights over depth at equal parameters and NFE, and under other solvers after training",
+    "depth_memory": "memory and time of a training step against depth, for each gradient mode",
     "norm_gradients": "gradient of the loss against depth for each placement of the norm, 6 to 96 layers",
     "experts": "what experts cost, against a dense network that does as much per token",
     "overhead": "what solve() costs over bare calls of the field, and beside torchdiffeq",

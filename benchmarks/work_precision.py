@@ -49,6 +49,8 @@ def methods(stiff: bool) -> Iterator[tuple[str, str, bool]]:
     for name, solver in SOLVERS.items():
         if name.startswith(("lie", "strang", "yoshida", "imex", "ars")) or isinstance(solver, Learned):
             continue  # for fields with parts, or with learned coefficients
+        if getattr(solver, "to_equilibrium", False):
+            continue  # which goes to another place
         if solver.is_implicit or not stiff:
             yield "solvers", name, solver.is_adaptive
     if not stiff:

@@ -15,9 +15,14 @@ _HOMES = {
     "odeformer.weights": ["WEIGHTS"],
     "odeformer.fusion": ["FUSIONS"],
     "odeformer.pruning": ["prune"],
+    "odeformer.calibrate": ["calibrate"],
+    "odeformer.refit": ["fit", "prolong", "restrict"],
+    "odeformer.regularizers": ["REGULARIZERS"],
     "odeformer.init": ["INITIALIZERS"],
     "odeformer.models": ["MODELS", "Encoder", "EncoderConfig", "Decoder", "DecoderConfig", "Seq2Seq",
-                         "Seq2SeqConfig", "SeriesEncoder", "SeriesConfig", "VisionEncoder", "VisionConfig", "load"],
+                         "Seq2SeqConfig", "SeriesEncoder", "SeriesConfig", "SpeechSeq2Seq", "SpeechConfig",
+                         "VisionEncoder", "VisionConfig", "EmbeddingConfig", "load"],
+    "odeformer.pretrained": ["from_huggingface", "to_huggingface", "wrap"],
     "odeformer.cache": ["CACHES"],
     "odeformer.heads": ["HEADS"],
     "odeformer.tokenizers": ["TOKENIZERS", "BPETokenizer", "ByteTokenizer", "load_tokenizer", "pad_batch"],
@@ -28,7 +33,8 @@ _WHERE = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_WHERE)
 
 
-_MODULES = ("experts", "init", "norms", "plots", "positions", "schedules", "tasks", "tokenizers", "train")
+_MODULES = ("experts", "growth", "hypersolver", "init", "metrics", "norms", "optim", "plots", "positions",
+            "pretrained", "refit", "regularizers", "schedules", "settings", "tasks", "tokenizers", "train")
 
 
 def __getattr__(name: str) -> object:

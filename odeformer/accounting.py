@@ -28,10 +28,10 @@ def _show(value: Any) -> str:
 
 
 def parameter_report(model: nn.Module, n_tokens: int | None = None) -> ParameterReport:
-    """A mapping: ``parameters`` (those of the layers alone in ``layer_parameters``), ``nfe`` of a pass (None for a solver
-    that chooses its steps), ``multiply_adds`` a token of a pass over ``n_tokens`` tokens (max_seq_len if not given): of
-    the matrices that it goes through, in every evaluation, of scores and weighted values against all n_tokens, and of
-    the head. ``plain``: the same for a textbook Transformer of this width, depth and kind of layer.
+    """A mapping: ``parameters`` (those of the layers alone in ``layer_parameters``), ``nfe`` of a pass (None for a
+    solver that chooses its steps), ``multiply_adds`` a token of a pass over ``n_tokens`` tokens (max_seq_len if not
+    given): of the matrices that it goes through, in every evaluation, of scores and weighted values against all
+    n_tokens, and of the head. ``plain``: the same for a textbook Transformer of this width, depth and kind of layer.
 
     Not counted: embeddings, norms, activations, and what θ(l) takes to be made, once for each depth of a pass.
     """

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from scipy.interpolate import BSpline, PPoly
 from torch import Tensor
 
 from odeformer.tables import at_least, finite
@@ -116,6 +115,8 @@ class Spline(PiecewisePolynomial):
         return np.concatenate([[inner[0]] * self.degree, inner, [inner[-1]] * self.degree])
 
     def coefficients(self) -> np.ndarray:
+        from scipy.interpolate import BSpline, PPoly
+
         n, ends = self.size - self.degree, slice(self.degree, self.size)
         table = np.zeros((n, self.size, self.degree + 1))
         for k in range(self.size):

@@ -1,5 +1,5 @@
-"""A fixed grid of steps for a model, from sample data: as good as adaptive steps, and without looking at what it is then
-used on, so that causal models stay causal and batch-mates apart."""
+"""A fixed grid of steps for a model, from sample data: as good as adaptive steps, and without looking at what it is
+then used on, so that causal models stay causal and batch-mates apart."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from odeformer.depth import taking_turns
+from odeformer.depth import ErrorProfile, solve, taking_turns
 from odeformer.models.seq2seq import Seq2Seq
 from odeformer.tables import at_least, finite
-from solvers import solve
-from solvers.calibrate import ErrorProfile
 
 MOST = 512  # steps a layer, at which the search for a target error ends
 
@@ -78,10 +76,7 @@ def calibrate(model: nn.Module, *inputs: Any, error: float | None = None, nfe: i
 
 def _calibrate(model: nn.Module, solution: Any, error: float | None, nfe: int | None) -> dict[str, Any]:
     run = _Run(model, solution)
-    if nfe is not None:
-        n = run.steps_for(nfe)
-    else:
-        n = run.fewest(error)
+    n = run.steps_for(nfe) if nfe is not None else run.fewest(error)
     grid = run.profile.grid(n)
     return {"grid": tuple(grid), "nfe": run.solve(grid=grid).nfe, "error": run.error(grid=grid),
             "uniform_error": run.error(n_steps=n) if n % run.n_pieces == 0 else math.nan}
@@ -132,9 +127,10 @@ class _Run:
         while self.error(grid=self.profile.grid(high)) > error:
             low, high = high, 2 * high
             if high > MOST * self.n_layers:
+                left = self.error(grid=self.profile.grid(low))
                 raise ValueError(f"error {error:g} is not reached by {self.name!r} in {MOST} steps a layer (it is "
-                                 f"{self.error(grid=self.profile.grid(low)):.2g} at {low} steps): ask for less, take a solver "
-                                 "of higher order, or a state in float64")
+                                 f"{left:.2g} at {low} steps): ask for less, take a solver of higher order, or a state "
+                                 "in float64")
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self.error(grid=self.profile.grid(middle)) <= error else (middle, high)

@@ -5,23 +5,34 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sub-command; errors in what the user gave come out as one line, with exit status 2."""
-    args = _parser().parse_args(argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] not in COMMANDS:
+        _overview().parse_args(argv)  # help, or what is wrong
+    name, command = argv[0], COMMANDS[argv[0]]
     try:
-        return args.run(args) or 0
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *where: print(f"odeformer {name}: {message}", file=sys.stderr)
+            return command.run(command.parser(name), argv[1:]) or 0
     except BrokenPipeError:  # the reader left, as head does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return 0
+    except KeyboardInterrupt:
+        print(f"odeformer {name}: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, TypeError, ImportError, OSError, FloatingPointError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _is_numerical(error):
             raise
-        print(f"odeformer {args.command}: {error}", file=sys.stderr)
+        print(f"odeformer {name}: {error}", file=sys.stderr)
         return 2
 
 
@@ -31,128 +42,258 @@ def _is_numerical(error: RuntimeError) -> bool:
     return isinstance(error, SolverError)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _overview() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="odeformer", description="Transformers whose depth is integrated by an ODE solver of your choice.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    train = commands.add_parser("train", help="train a model on real images or text", formatter_class=_Help)
-    train.set_defaults(run=_train)
-    train.add_argument("--data", default="digits", help="data set")
-    train.add_argument("--out", required=True, help="folder for checkpoint, results and model")
-    train.add_argument("--steps", type=int, default=400, help="updates")
-    train.add_argument("--seed", type=int, default=0, help="seed of the weights and of the data order")
-    train.add_argument("--solver", default="euler", help="a name from `odeformer solvers`")
-    train.add_argument("--depth-steps", type=int, default=None, help="solver steps over the whole depth")
-    train.add_argument("--rtol", type=float, default=None, help="relative tolerance of an adaptive solver")
-    train.add_argument("--weights", default="shared", help="weights over depth: shared or piecewise")
-    train.add_argument("--coupling", default="lie", help="how a step treats attention and feed-forward")
-    train.add_argument("--layers", type=int, default=4, help="depth, in layers")
-    train.add_argument("--d-model", type=int, default=32, help="width")
-    train.add_argument("--heads", type=int, default=4, help="attention heads")
-    train.add_argument("--dropout", type=float, default=0.0, help="dropout on each sublayer's output")
-    train.add_argument("--length", type=int, default=128, help="bytes that a language model reads at once")
-    train.add_argument("--batch-size", type=int, default=64, help="images or windows of text an update")
-    train.add_argument("--learning-rate", type=float, default=2e-3, help="peak learning rate")
-    train.add_argument("--checkpoint-every", type=int, default=50, help="updates between checkpoints")
-    train.add_argument("--stop-at", type=int, default=None, help="leave after this many updates, as a kill would")
-    train.add_argument("--resume", action="store_true", help="go on from the checkpoint in the out folder")
-
-    evaluate = commands.add_parser("evaluate", help="accuracy of a trained model under any solvers",
-                                   formatter_class=_Help)
-    evaluate.set_defaults(run=_evaluate)
-    evaluate.add_argument("folder", help="where the model was saved")
-    evaluate.add_argument("--data", default="digits", help="data set")
-    evaluate.add_argument("--solvers", nargs="+", default=None, metavar="SOLVER",
-                          help="solvers to compare, as NAME or NAME:STEPS (the model's own if left out)")
-
-    generate = commands.add_parser("generate", help="write on from a prompt", formatter_class=_Help)
-    generate.set_defaults(run=_generate)
-    generate.add_argument("folder", help="where the model was saved")
-    generate.add_argument("--prompt", required=True, help="the text to go on from")
-    generate.add_argument("--max-new-tokens", type=int, default=64, help="tokens to write at most")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token")
-    generate.add_argument("--top-k", type=int, default=None, help="draw from the k most likely tokens only")
-    generate.add_argument("--top-p", type=float, default=None, help="draw from the likeliest of this share")
-    generate.add_argument("--seed", type=int, default=0, help="seed of the draws")
-    generate.add_argument("--solver", default=None, metavar="SOLVER",
-                          help="another solver, as NAME or NAME:STEPS (the model's own if left out)")
-    generate.add_argument("--cache", default="exact", help="cache policy: exact, first_stage or window")
-
-    stability = commands.add_parser("stability", help="draw stability regions", formatter_class=_Help)
-    stability.set_defaults(run=_stability)
-    stability.add_argument("--solver", nargs="+", default=["rk4"], help="one or more names from `odeformer solvers`")
-    stability.add_argument("--out", default="stability.png", help="picture to write (.png, .svg or .pdf)")
-
-    commands.add_parser("solvers", help="list the solvers").set_defaults(run=_solvers)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.help)
     return parser
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
+class _Parser(argparse.ArgumentParser):
+    """Guesses what an unknown option meant; ``more``: further options, with a dot in their names."""
+
+    more: Callable[[], Sequence[str]] = staticmethod(tuple)
+
+    def error(self, message: str) -> Any:
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+        if message.startswith("unrecognized") and unknown.startswith("--"):
+            short = {name.rpartition(".")[2].replace("_", "-"): name for name in self.more()}
+            known = {name[2:]: name for name in self._option_string_actions if name.startswith("--")}
+            near = get_close_matches(unknown[2:], [*short, *known], 1)
+            message += f" (did you mean {(short | known)[near[0]]}?)" if near else ""
+        super().error(message)
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows defaults, but not "(default: None)"."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, False) else super()._get_help_string(action)
 
 
-def _train(args: argparse.Namespace) -> int:
-    import torch
+@dataclass(frozen=True)
+class Command:
+    """A sub-command: ``arguments`` adds them to a parser, ``run`` takes that and what was given."""
 
-    from odeformer.block import BlockConfig
-    from odeformer.data import DATA
-    from odeformer.depth import DepthConfig
-    from odeformer.recipes import recipe
-    from odeformer.tables import look_up
-    from odeformer.train import TrainConfig, Trainer
+    help: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.ArgumentParser, list[str]], int | None]
 
-    data = look_up(DATA, args.data, "data")()
-    depth = DepthConfig(solver=args.solver, n_steps=args.depth_steps, weights=args.weights, rtol=args.rtol)
-    block = BlockConfig(args.d_model, args.heads, coupling=args.coupling, dropout=args.dropout)
-    chosen = recipe(data, block, depth, args.layers, args.length)
-    torch.manual_seed(args.seed)
-    model = chosen.kind(chosen.config)
-    config = TrainConfig(steps=args.steps, seed=args.seed, batch_size=args.batch_size,
-                         learning_rate=args.learning_rate, checkpoint_every=args.checkpoint_every)
-    trainer = Trainer(model, chosen.task, config, args.out)
-    if (Path(args.out) / "checkpoint.pt").exists() and not args.resume:
-        print(f"{args.out} holds an earlier run, which this one replaces (--resume would go on with it)",
-              file=sys.stderr)
+    def parser(self, name: str) -> argparse.ArgumentParser:
+        parser = _Parser(prog=f"odeformer {name}", description=self.help[0].upper() + self.help[1:] + ".",
+                         formatter_class=_Help, allow_abbrev=False)
+        self.arguments(parser)
+        return parser
+
+
+# short names of settings of a run: option -> (setting, help)
+SHORT = {
+    "--data": ("data", "data set (digits)"),
+    "--tokenizer": ("tokenizer", "bytes or bpe, for text"),
+    "--steps": ("train.steps", "updates (400)"),
+    "--seed": ("train.seed", "seed of the weights and of the data order (0)"),
+    "--solver": ("depth.solver", "a name from `odeformer solvers` (euler)"),
+    "--depth-steps": ("depth.n_steps", "solver steps over the whole depth"),
+    "--rtol": ("depth.rtol", "relative tolerance of an adaptive solver"),
+    "--weights": ("depth.weights", "weights over depth: shared, piecewise, ... (shared)"),
+    "--coupling": ("block.coupling", "how a step treats attention and feed-forward (lie)"),
+    "--layers": ("model.n_layers", "depth, in layers (4)"),
+    "--d-model": ("block.d_model", "width (32)"),
+    "--heads": ("block.n_heads", "attention heads (4)"),
+    "--dropout": ("block.dropout", "dropout on each sublayer's output (0)"),
+    "--length": ("model.max_seq_len", "tokens that a model of text reads at once (128, in translation 64)"),
+    "--batch-size": ("train.batch_size", "images, windows of text, pairs or series an update (64)"),
+    "--learning-rate": ("train.learning_rate", "peak learning rate (0.002)"),
+    "--checkpoint-every": ("train.checkpoint_every", "updates between checkpoints (50)"),
+}
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", help="folder for checkpoints, logs, results and model")
+    parser.add_argument("--config", metavar="FILE", help="settings file (TOML), such as another run's config.toml")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the out folder, "
+                        "with its settings; --steps may be larger where the schedule allows that")
+    parser.add_argument("--stop-at", type=int, default=None, help="leave after this many updates, as a kill would")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ...; auto: a GPU where there is one")
+    parser.add_argument("--list-parameters", action="store_true", help="print every parameter with its kind, and "
+                        "whether it is decayed, instead of training")
+    for option, (_, words) in SHORT.items():
+        parser.add_argument(option, help=words, metavar="VALUE")
+    parser.epilog = "every setting can be given as --table.key VALUE (written as in TOML)"
+    parser.more = _setting_names
+
+
+def _setting_names() -> list[str]:
+    from odeformer import settings
+
+    return [f"--{name}" for name, _ in settings.listed()]
+
+
+def _settings(args: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings file (on --resume by default that of the run), under what the command line says."""
+    from odeformer import settings
+
+    path = args.config
+    if path is None and args.resume and (Path(args.out) / settings.FILE).is_file():
+        path = Path(args.out) / settings.FILE
+    values = {} if path is None else settings.read(path)
+    for option, (key, _) in SHORT.items():
+        text = getattr(args, option[2:].replace("-", "_"))
+        if text is not None:
+            values = settings.merged(values, settings.nested(key, settings.parsed(text)))
+    return settings.merged(values, options)
+
+
+def _train(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+    from odeformer import settings
+
+    if {"-h", "--help"} & {*argv}:
+        parser.epilog += ", with these defaults:\n\n" + "\n".join(
+            f"  --{name:<34} {default}".rstrip() for name, default in settings.listed()) + RECIPE_HELP
+    argv, options = settings.dotted(argv)
+    args = parser.parse_args(argv)
+    if args.out is None and not args.list_parameters:
+        parser.error("the following arguments are required: --out")
+
+    from odeformer import optim, recipes
+    from odeformer.train import Trainer
+
+    run = recipes.prepare(_settings(args, options), _tokenizer(args.out) if args.resume else None)
+    model = run.model().to(_device(args.device))
+    if args.list_parameters:
+        print(optim.kinds_table(model))
+        return 0
+    trainer = Trainer(model, run.task, run.run.train, args.out, settings=run.described)
     if args.resume:
         found = trainer.resume()
         print(f"resumed at step {trainer.step}" if found else f"nothing to resume in {args.out}: from step 0")
+    elif (Path(args.out) / "checkpoint.pt").exists():
+        print(f"{args.out} holds an earlier run, which this one replaces (--resume would go on with it)",
+              file=sys.stderr)
+    settings.write(args.out, run.run)
+    if run.tokenizer is None:
+        (Path(args.out) / "tokenizer.json").unlink(missing_ok=True)  # of an earlier run on text
+    else:
+        run.tokenizer.save(args.out)
     if not trainer.run(stop_at=args.stop_at):
         print(f"stopped at step {trainer.step}; go on with --resume")
         return 130
     model.save(args.out)
-    if chosen.tokenizer is None:
-        (Path(args.out) / "tokenizer.json").unlink(missing_ok=True)  # of an earlier run on text
-    else:
-        chosen.tokenizer.save(args.out)
-    scores = ", ".join(f"{name} {value:.4f}" for name, value in chosen.task.evaluate(model).items())
+    if trainer.step < run.run.train.steps:
+        print(f"ended early at step {trainer.step}: no better {run.task.metric} since step {trainer.best.step}")
+    scores = ", ".join(f"{name} {_shown(value)}" for name, value in run.task.evaluate(model).items())
     print(f"test {scores}, model in {args.out}")
     return 0
 
 
-def _evaluate(args: argparse.Namespace) -> int:
+RECIPE_HELP = """
+
+data_options are those of the data set's function; task has valid (images, series: the share put aside to validate on)
+and smoothing (translation); model has n_layers and the other fields of the model's config; tokenizer_options has
+vocab_size (tokenizer = "bpe").
+"""
+
+
+def _device(name: str) -> Any:
     import torch
 
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device must be one that torch has here, got {name!r} ({str(error).splitlines()[0]})") \
+            from error
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:.4f}"
+
+
+def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = EVALUATE
+    parser.add_argument("folder", help="where the model was saved")
+    parser.add_argument("--data", default=None, help="data set (the one of the run that left the model; options as "
+                        "--data_options.KEY VALUE)")
+    parser.add_argument("--solvers", nargs="+", default=None, metavar="SOLVER",
+                        help="solvers to compare, as NAME or NAME:STEPS (the model's own if left out)")
+    parser.add_argument("--reference", default=None, metavar="SOLVER",
+                        help="the solver that the others are compared with (the one of most NFE if left out)")
+    parser.add_argument("--samples", type=int, default=64, help="test samples on which solvers are compared")
+
+
+EVALUATE = """Scores of a trained model on test data, under any solvers. Two or more are compared as well:
+distance: mean over samples of |z - z_ref| / |z_ref|, at most 1 a sample, z being the final state and z_ref that of the
+reference; agreement: the share of equal predictions. Solver invariance is 1 - the mean distance of the solvers other
+than the reference: 1 where all end in the same states."""
+
+
+def _evaluate(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+    from odeformer import settings
+
+    argv, options = settings.dotted(argv)
+    args = parser.parse_args(argv)
+    from odeformer import recipes
     from odeformer.data import DATA
     from odeformer.models import load
-    from odeformer.recipes import task_of
-    from odeformer.tables import look_up
+    from odeformer.tables import at_least
 
-    model, data = load(args.folder), look_up(DATA, args.data, "data")()
-    task = task_of(model, data, _tokenizer(args.folder))
-    models = [_under(model, spec) for spec in args.solvers or [None]]
-    for i, chosen in enumerate(models):
-        with torch.no_grad():
-            _, solution = task.loss(chosen, task.batch(torch.arange(min(16, task.n_train))))
-        scores = task.evaluate(chosen)
-        if i == 0:
-            print(f"{'solver':<16}{'steps':>6}{'NFE':>6}" + "".join(f"{name:>{len(name) + 2}}" for name in scores))
-        print(f"{chosen.config.depth.solver:<16}{solution.n_steps:>6}{solution.nfe:>6}"
-              + "".join(f"{value:>{len(name) + 2}.4f}" for name, value in scores.items()))
+    at_least("samples", args.samples, 1)
+    model = load(args.folder)
+    path = Path(args.folder) / settings.FILE
+    run = settings.read(path) if path.is_file() else {}
+    settings.check_keys(options, ["data_options"], "")
+    name = args.data or run.get("data", settings.DEFAULTS["data"])
+    same = run if name == run.get("data") else {}
+    chosen = recipes.data_options(name, settings.merged(same.get("data_options", {}), options.get("data_options", {})))
+    task = recipes.task_of(model, DATA[name](**chosen), _tokenizer(args.folder), same.get("task"))
+    specs = list(dict.fromkeys([*(args.solvers or [None]), *([args.reference] if args.reference else [])]))
+    _table(task, {spec: _under(model, spec) for spec in specs}, args)
     return 0
+
+
+def _table(task: Any, models: Mapping[str | None, Any], args: argparse.Namespace) -> None:
+    """A line a solver, then what the comparison says."""
+    import torch
+
+    from odeformer.invariance import invariance
+
+    split = "test"
+    batch = task.batch(torch.arange(min(args.samples, task.splits[split])), split)
+    states, outputs, lines, signatures = {}, {}, [], {}
+    with torch.no_grad():
+        passes = {spec: task.forward(model, batch) for spec, model in models.items()}
+    for spec, (output, solution) in passes.items():
+        states[spec], outputs[spec] = solution.z, output
+        scores = task.evaluate(models[spec])
+        signatures |= {name: value for name, value in scores.items() if isinstance(value, str)}
+        scores = {name: value for name, value in scores.items() if not isinstance(value, str)}
+        lines.append([_name(models[spec]), f"{solution.n_steps}", f"{solution.nfe:g}", *map(_shown, scores.values())])
+    head = ["solver", "steps", "NFE", *scores]
+    reference = args.reference or max(passes, key=lambda spec: passes[spec][1].nfe)
+    found = invariance(states, outputs, reference, task.real(batch)) if len(passes) > 1 else None
+    if found is not None:
+        head += ["distance", "agreement"]
+        for line, spec in zip(lines, passes, strict=True):
+            share = found.agreement[spec]
+            line += [f"{found.distances[spec]:.4f}", "" if share is None else f"{share:.4f}"]
+    widths = [16, 6, 6, *(max(9, len(title) + 2) for title in head[3:])]
+    for line in [head, *lines]:
+        print(line[0].ljust(widths[0]) + "".join(x.rjust(width) for x, width in zip(line[1:], widths[1:], strict=True)))
+    for name, value in signatures.items():
+        print(f"{name}: {value}")
+    if found is not None:
+        print(f"solver invariance {found.score:.4f} on {len(states[reference])} test samples, against {reference} "
+              f"(NFE {passes[reference][1].nfe:g}); largest output difference "
+              f"{max(found.output_differences.values()):.4g}")
+
+
+def _name(model: Any) -> str:
+    """The solver of a model."""
+    solver = model.config.depth.solver
+    return solver if isinstance(solver, str) else solver.name
 
 
 def _under(model: Any, spec: str | None) -> Any:
@@ -165,14 +306,28 @@ def _under(model: Any, spec: str | None) -> Any:
     return model.with_solver(name, **({"n_steps": int(steps)} if steps else {}))
 
 
-def _tokenizer(folder: str) -> Any:
+def _tokenizer(folder: str | None) -> Any:
     """The tokenizer saved beside a model, or None."""
     from odeformer.tokenizers import load_tokenizer
 
-    return load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
+    return load_tokenizer(folder) if folder and (Path(folder) / "tokenizer.json").is_file() else None
 
 
-def _generate(args: argparse.Namespace) -> int:
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="where the model was saved")
+    parser.add_argument("--prompt", required=True, help="the text to go on from")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to write at most")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token")
+    parser.add_argument("--top-k", type=int, default=None, help="draw from the k most likely tokens only")
+    parser.add_argument("--top-p", type=float, default=None, help="draw from the likeliest of this share")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    parser.add_argument("--solver", default=None, metavar="SOLVER",
+                        help="another solver, as NAME or NAME:STEPS (the model's own if left out)")
+    parser.add_argument("--cache", default="exact", help="cache policy: exact, first_stage or window")
+
+
+def _generate(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+    args = parser.parse_args(argv)
     import torch
 
     from odeformer.models import Decoder, load
@@ -194,7 +349,13 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stability(args: argparse.Namespace) -> int:
+def _stability_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--solver", nargs="+", default=["rk4"], help="one or more names from `odeformer solvers`")
+    parser.add_argument("--out", default="stability.png", help="picture to write (.png, .svg or .pdf)")
+
+
+def _stability(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+    args = parser.parse_args(argv)
     from odeformer import plots
 
     plots.save(plots.stability_regions(args.solver), args.out)
@@ -202,7 +363,8 @@ def _stability(args: argparse.Namespace) -> int:
     return 0
 
 
-def _solvers(args: argparse.Namespace) -> int:
+def _solvers(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+    parser.parse_args(argv)
     from solvers import SOLVERS
 
     print(f"{'name':<18}{'order':>6}{'stages':>8}{'embedded':>10}  kind")
@@ -212,6 +374,14 @@ def _solvers(args: argparse.Namespace) -> int:
         print(f"{name:<18}{solver.order:>6}{solver.n_stages:>8}{embedded:>10}  {', '.join(kinds) or 'fixed step'}")
     return 0
 
+
+COMMANDS = {
+    "train": Command("train a model on real images, text, translations or series", _train_arguments, _train),
+    "evaluate": Command("scores of a trained model under any solvers", _evaluate_arguments, _evaluate),
+    "generate": Command("write on from a prompt", _generate_arguments, _generate),
+    "stability": Command("draw stability regions", _stability_arguments, _stability),
+    "solvers": Command("list the solvers", lambda parser: None, _solvers),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

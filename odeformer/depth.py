@@ -19,8 +19,9 @@ from odeformer.layer_drop import DRAWS, SCHEDULES
 from odeformer.routing import RoutingLog, RoutingReport, Withheld
 from odeformer.tables import at_least, look_up, probability
 from odeformer.weights import WEIGHTS
-from solvers import Solution, SolverError
+from solvers import Solution, SolverError, solve
 from solvers.base import HALF
+from solvers.calibrate import ErrorProfile
 from solvers.grid import read_grid
 from solvers.imex import ImexRungeKutta
 from solvers.learned import Learned
@@ -28,7 +29,7 @@ from solvers.multistep import STARTERS, multistep_order
 from solvers.per_sample import PerSample
 from solvers.splitting import Splitting
 
-__all__ = ["DepthConfig", "Solution", "SolverError", "integrate"]
+__all__ = ["DepthConfig", "ErrorProfile", "Solution", "SolverError", "integrate", "solve"]
 
 TAKES_PARTS = (Splitting, ImexRungeKutta)  # solvers that treat a field's parts by themselves
 TRACKED = ("backprop", "checkpoint")  # gradient modes in which what a field computes beside its increment has a graph
@@ -47,6 +48,9 @@ class DepthConfig:
 
     ``steer``: in training depth ends at n_layers + a random number within ± steer, drawn for each forward pass (STEER
     of Ghosh et al. 2020, which smooths the dynamics near the end); below 1.
+
+    ``injection``: dz/dl = f(z, l) + z0 - z, z0 the state at l = 0, with any solver; "equilibrium" needs it, or its end
+    would not depend on the input.
 
     ``fusion``: a key of FUSIONS, what a layer's output is made of beside its increment (eqs. 23-30). Layers are then
     solved one by one: an adaptive solver chooses its first step anew in each, a multistep method starts anew, gradient
@@ -74,6 +78,7 @@ class DepthConfig:
     layer_drop_per: str = "sample"
     layer_drop_schedule: str = "constant"
     steer: float = 0.0
+    injection: bool = False
 
     def __post_init__(self) -> None:
         at_least("steps_per_layer", self.steps_per_layer, 1)
@@ -85,6 +90,8 @@ class DepthConfig:
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} must not both be given; got {', '.join(map(str, given.values()))}")
         probability("steer", self.steer)
+        if not isinstance(self.injection, bool):
+            raise TypeError(f"injection must be a bool, got {self.injection!r}")
         look_up(WEIGHTS, self.weights, "weights")
         if self.fusion is not None:
             look_up(FUSIONS, self.fusion, "fusion")
@@ -173,12 +180,14 @@ def _solve(f: Any, z: Tensor, span: tuple[float, float], solver: Any, context: C
     if solver.is_adaptive:
         kinks = [l for l in getattr(f, "kinks", ()) if span[0] < l < span[1]] or None
         save_at = [*range(math.ceil(span[0]), math.ceil(span[1])), span[1]] if save else None
+        if save and getattr(solver, "to_equilibrium", False):  # which has no states in between
+            save_at = span
     else:
         save_at = "steps" if save else None
         solver = taking_turns(solver, f)
         if context.routing.step is not None:
             solver = _StepCounter(solver, context.routing)
-    return solvers.solve(f, z, span=tuple(map(float, span)), solver=solver, mask=context.mask, gradient=gradient,
+    return solve(f, z, span=tuple(map(float, span)), solver=solver, mask=context.mask, gradient=gradient,
                          save_at=save_at, breakpoints=kinks, **amounts)
 
 
@@ -336,8 +345,10 @@ class _InDtype:
 def split(solver: Any, splitting: type[Splitting]) -> Any:
     """The solver with a field's parts taking turns, where it allows that (see ``integrate``).
 
-    A reversible wrapper stays outside, so that it still reverses.
+    A reversible wrapper stays outside, so that it still reverses; a hypersolver, so that it corrects the whole step.
     """
+    if hasattr(solver, "rebased"):
+        return solver.rebased(split(solver.base, splitting))
     if isinstance(solver, solvers.Reversible):
         return replace(solver, base=split(solver.base, splitting), name=None)
     if isinstance(solver, TAKES_PARTS) or getattr(solver, "remembers_states", False):

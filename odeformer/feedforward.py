@@ -9,6 +9,16 @@ from odeformer.experts import Experts, ExpertSlices
 from odeformer.tables import at_least
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU with tanh in place of erf (Hendrycks & Gimpel 2016): x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2."""
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x σ(1.702 x) (Hendrycks & Gimpel 2016)."""
+    return x * (1.702 * x).sigmoid()
+
+
 class FeedForward(nn.Module):
     """activation(x W_h + b_h) W_f + b_f (eq. 48)."""
 
@@ -30,6 +40,24 @@ class ReluFeedForward(FeedForward):
     """ReLU(x W_h + b_h) W_f + b_f, as in eq. 48."""
 
     activation = staticmethod(F.relu)
+
+
+class TanhGeluFeedForward(FeedForward):
+    """The same with ``gelu_tanh``: GPT-2."""
+
+    activation = staticmethod(gelu_tanh)
+
+
+class QuickGeluFeedForward(FeedForward):
+    """The same with ``quick_gelu``: CLIP."""
+
+    activation = staticmethod(quick_gelu)
+
+
+class SiluFeedForward(FeedForward):
+    """The same with SiLU, x σ(x), also called swish: Marian."""
+
+    activation = staticmethod(F.silu)
 
 
 class GatedFeedForward(FeedForward):
@@ -62,6 +90,9 @@ class RegluFeedForward(GatedFeedForward):
 FEEDFORWARD = {
     "gelu": FeedForward,
     "relu": ReluFeedForward,
+    "gelu_tanh": TanhGeluFeedForward,
+    "quick_gelu": QuickGeluFeedForward,
+    "silu": SiluFeedForward,
     "swiglu": SwigluFeedForward,
     "geglu": GatedFeedForward,
     "reglu": RegluFeedForward,

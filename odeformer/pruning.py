@@ -60,7 +60,7 @@ def _prune(model: DepthModel, keep: Sequence[int], memo: dict) -> DepthModel:
     blocks = _blocks(model, keep)
     new = type(model)(_config(model, keep, blocks))
     _check_sharing(model, new, blocks)
-    new.solver = _solver(model, new, memo)
+    new.solver = solver_of(model, new, memo)
     for at, block in enumerate(blocks):
         new.layers[new.layers.index(at)] = copy.deepcopy(model.layers[block], memo)
     carry_over(model, new, memo)
@@ -96,23 +96,23 @@ def _config(model: DepthModel, keep: list[int], blocks: list[int]) -> Any:
                              f"{len(keep)}; take another solver or number of steps first (with_solver)")
         n_steps = n_steps * len(keep) // n_layers
     options = dict(depth.weights_options)
-    if "n_knots" in _options_of(look_up(WEIGHTS, depth.weights, "weights")):
+    if "n_knots" in options_of(look_up(WEIGHTS, depth.weights, "weights")):
         options["n_knots"] = len(set(blocks))
     depth = replace(depth, n_steps=n_steps, weights_options=options, layer_drop=0.0)
-    return replace(config, n_layers=len(keep), block=_pinned(config.block, n_layers), depth=depth)
+    return replace(config, n_layers=len(keep), block=pinned(config.block, n_layers), depth=depth)
 
 
-def _pinned(block: BlockConfig, n_layers: int) -> BlockConfig:
+def pinned(block: BlockConfig, n_layers: int) -> BlockConfig:
     """The block's config with the number of layers that its entries were built for."""
     changes = {}
     for name, table in ENTRIES.items():
         options = getattr(block, f"{name}_options")
-        if "n_layers" in _options_of(look_up(table, getattr(block, name), name)):
+        if "n_layers" in options_of(look_up(table, getattr(block, name), name)):
             changes[f"{name}_options"] = {"n_layers": n_layers, **options}
     return replace(block, **changes)
 
 
-def _options_of(entry: Any) -> Any:
+def options_of(entry: Any) -> Any:
     return inspect.signature(entry).parameters
 
 
@@ -125,7 +125,7 @@ def _check_sharing(model: DepthModel, new: DepthModel, blocks: list[int]) -> Non
                          f"{len(blocks)} layers would use {made}; keep others")
 
 
-def _solver(model: DepthModel, new: DepthModel, memo: dict) -> Any:
+def solver_of(model: DepthModel, new: DepthModel, memo: dict) -> Any:
     """The new model's solver, with the learned coefficients of the old one's."""
     if not isinstance(model.solver, nn.Module):
         return new.solver

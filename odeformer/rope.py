@@ -89,23 +89,33 @@ class Rotary(NamedTuple):
 class Frequencies:
     """θ_i = base^(-2i / d) radians a position for pair i of d turned coordinates (Su et al. 2021).
 
+    ``single``: θ and the angles are float32, as Hugging Face's models have them (at position 1000 such an angle is off
+    by up to 1e-4), else float64.
+
     Raises ValueError unless base is above 1.
     """
 
     base: float = 10000.0
+    single: bool = False
 
     scale = 1.0  # what queries and keys are multiplied by beside being turned
 
     def __post_init__(self) -> None:
         finite("base", self.base, above=1)
 
-    def exponent(self, d: int, device: torch.device | None) -> Tensor:
-        """2i / d for each pair (d / 2,), float64."""
-        return torch.arange(0, d, 2, dtype=torch.float64, device=device) / d
+    def falling(self, base: float, d: int, device: torch.device | None) -> Tensor:
+        """base^(-2i / d) for each pair (d / 2,); in float32 in the order of operations of Hugging Face's models."""
+        exponent = torch.arange(0, d, 2, dtype=self.dtype, device=device) / d
+        return 1 / base**exponent if self.single else base**-exponent
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of θ and of the angles."""
+        return torch.float32 if self.single else torch.float64
 
     def __call__(self, d: int, device: torch.device | None = None) -> Tensor:
-        """(d / 2,), float64."""
-        return self.base ** -self.exponent(d, device)
+        """(d / 2,)."""
+        return self.falling(self.base, d, device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +153,7 @@ class NtkScaling(Extension):
     def __call__(self, d: int, device: torch.device | None = None) -> Tensor:
         if d < 4:
             raise ValueError(f"scaling 'ntk' needs at least 4 turned coordinates a head, got {d}")
-        return (self.base * self.factor ** (d / (d - 2))) ** -self.exponent(d, device)
+        return self.falling(self.base * self.factor ** (d / (d - 2)), d, device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +210,7 @@ class YarnScaling(NtkByPartsScaling):
         first, last = math.floor(self.index(self.beta_fast, d)), math.ceil(self.index(self.beta_slow, d))
         first, last = max(first, 0), min(last, d - 1)
         width = max(last - first, 0.001)  # as in the released code, a jump instead of a division by 0
-        pair = torch.arange(d // 2, dtype=torch.float64, device=device)
+        pair = torch.arange(d // 2, dtype=self.dtype, device=device)
         return 1 - ((pair - first) / width).clamp(0, 1)
 
 
@@ -244,10 +254,11 @@ class Rope:
     def tables(self, positions: Tensor, head_dim: int, dtype: torch.dtype = torch.float32) -> Rotary:
         """Tables for positions (..., tokens) and inputs of a dtype: float64 for float64, else float32.
 
-        They are computed in float64 and never in bfloat16, in which an angle of 4000 is off by up to 8.
+        Angles are float64 (float32 where the frequencies are ``single``), never bfloat16, in which one of 4000 is off
+        by up to 8.
         """
         theta = self.frequencies(self.turned(head_dim), positions.device)
-        angle = positions.to(torch.float64)[..., None] * theta
+        angle = positions.to(theta.dtype)[..., None] * theta
         dtype = torch.promote_types(dtype, torch.float32)
         return Rotary(angle.cos().to(dtype), angle.sin().to(dtype), self.layout, self.frequencies.scale)
 

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -109,11 +110,25 @@ class Remembered:
         key = depth, torch.is_grad_enabled()
         if key not in self.kept:
             with apart(l):
-                self.kept[key] = l, self.at(l)  # l is kept, so that its id stays its own
+                made = self.at(l)
+            self.kept[key] = l, made  # l is kept, so that its id stays its own
+            self._forget_after_backward(key, made)
             if len(self.kept) > KEPT:
                 self.kept.popitem(last=False)
         self.kept.move_to_end(key)
         return self.kept[key][1]
+
+    def _forget_after_backward(self, key: tuple, made: dict[str, Tensor]) -> None:
+        """A graph that was gone through is no more."""
+        kept = ref(self.kept)  # a tensor's hook must not keep what keeps the tensor
+
+        def forget(grad: Tensor) -> None:
+            if (there := kept()) is not None:
+                there.pop(key, None)
+
+        for x in made.values():
+            if x.grad_fn is not None:
+                x.register_hook(forget)
 
 
 def is_followed(l: Tensor) -> bool:

@@ -1,91 +1,132 @@
 """What a model is trained for: batches of real data, a loss, and the numbers by which it is judged.
 
-A task has ``name``, ``n_train`` (examples an epoch), ``batch(rows)`` (those training examples), ``loss(model, batch)``
-(the mean loss and the Solution of the pass) and ``evaluate(model)`` (numbers on the test data, by name).
+A task of your own has ``name``, ``n_train`` (examples an epoch), ``batch(rows)`` (those training examples),
+``loss(model, batch)`` (the mean loss and the Solution of the pass) and ``evaluate(model)`` (numbers on the test data,
+by name). Derived from ``Task`` it needs ``splits``, ``batch``, ``forward``, ``criterion`` and ``evaluate``, and can be
+validated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from odeformer.data.images import Images
+from odeformer.data.series import Series
 from odeformer.generate import evaluating
+from odeformer.metrics import (
+    IGNORED,
+    accuracy,
+    exact,
+    perplexity,
+    smoothed_cross_entropy,
+    translation_scores,
+)
+from odeformer.order import put_aside
 from odeformer.tables import at_least, probability
 from odeformer.tokenizers import pad_batch
 
-__all__ = ["Classification", "Language", "Task", "Translation", "accuracy", "as_task", "perplexity",
+__all__ = ["Classification", "Language", "SeriesPrediction", "Task", "Translation", "accuracy", "as_task", "perplexity",
            "smoothed_cross_entropy"]
 
-IGNORED = -100  # a target that counts for nothing
 
+class Task:
+    """See the module. ``splits``: the numbers of examples in "train", "valid" and "test".
 
-def smoothed_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0,
-                           ignore_index: int = IGNORED) -> Tensor:
-    """Mean over the targets that count of (1 - ε) (-log p_target) + ε mean over the vocabulary of -log p.
-
-    Label smoothing (Szegedy et al. 2016; Vaswani et al. 2017, section 5.4) with ε = ``smoothing``. ``logits``: (...,
-    vocab_size); ``targets``: int64 (...); those that are ``ignore_index``, padding, take no part. 0 where none counts.
-
-    Raises ValueError unless 0 <= smoothing < 1 and the shapes agree, TypeError for targets of another dtype.
+    ``metric``: the number of ``evaluate`` by which models are compared; ``higher``: whether more of it is better.
+    ``unit``: what ``count`` counts.
     """
-    probability("smoothing", smoothing)
-    if targets.dtype != torch.int64:
-        raise TypeError(f"targets must be int64, got {targets.dtype}")
-    if targets.shape != logits.shape[:-1]:
-        raise ValueError(f"targets must have the shape of logits without the vocabulary, {tuple(logits.shape[:-1])}, "
-                         f"got {tuple(targets.shape)}")
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index,
-                            label_smoothing=smoothing, reduction="sum")
-    return total / (targets != ignore_index).sum().clamp(min=1)
-
-
-def perplexity(token_losses: Sequence[Tensor]) -> float:
-    """exp of the mean negative log likelihood (nats) over all tokens, however they were batched."""
-    if isinstance(token_losses, Tensor):
-        token_losses = [token_losses]
-    losses = torch.cat([x.flatten().double() for x in token_losses]) if token_losses else torch.empty(0)
-    if not len(losses):
-        raise ValueError("token_losses must hold at least one loss")
-    return losses.mean().exp().item()
-
-
-@torch.no_grad()
-def accuracy(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, batch_size: int = 512) -> float:
-    """The share of images (n, channels, size, size) whose largest logit is at their class."""
-    hits = sum((model(a).argmax(-1) == b).sum().item()
-               for a, b in zip(x.split(batch_size), y.split(batch_size), strict=True))
-    return hits / len(y)
-
-
-class Task(Protocol):
-    """See the module."""
 
     name: str
-    n_train: int
+    metric = "loss"
+    higher = False
+    unit = "examples"
 
-    def batch(self, rows: Tensor) -> Any:
-        """Training examples (a permutation's part)."""
+    @property
+    def splits(self) -> dict[str, int]:
+        """Examples in each split."""
+        raise NotImplementedError
 
-    def loss(self, model: Any, batch: Any) -> tuple[Tensor, Any]:
+    @property
+    def n_train(self) -> int:
+        """Examples to train on."""
+        return self.splits["train"]
+
+    @property
+    def n_valid(self) -> int:
+        """Examples to validate on."""
+        return self.splits.get("valid", 0)
+
+    def batch(self, rows: Tensor, split: str = "train") -> Any:
+        """Examples of a split: a tensor or a tuple of them, on the CPU."""
+        raise NotImplementedError
+
+    def forward(self, model: Any, batch: Any, *, save_states: bool = False) -> tuple[Tensor, Any]:
+        """The model's outputs and the Solution, with every state if ``save_states``."""
+        raise NotImplementedError
+
+    def criterion(self, outputs: Tensor, batch: Any) -> Tensor:
+        """The mean loss over what ``count`` counts."""
+        raise NotImplementedError
+
+    def loss(self, model: Any, batch: Any, *, save_states: bool = False) -> tuple[Tensor, Any]:
         """The mean loss, with its graph, and the Solution."""
+        outputs, solution = self.forward(model, batch, save_states=save_states)
+        return self.criterion(outputs, batch), solution
 
-    def evaluate(self, model: Any) -> dict[str, float]:
-        """Numbers on the test data."""
+    def count(self, batch: Any) -> int:
+        """What the mean loss of a batch is a mean over: by default the examples."""
+        return len(batch if isinstance(batch, Tensor) else batch[0])
+
+    def real(self, batch: Any) -> Tensor | None:
+        """Where states are those of real tokens (batch, tokens), bool; None: everywhere."""
+        return None
+
+    def evaluate(self, model: Any, split: str = "test") -> dict[str, Any]:
+        """Numbers on a split, by name."""
+        raise NotImplementedError
+
+    def batches(self, model: Any, split: str, size: int) -> Iterator[Any]:
+        """All examples of a split in order, on the model's device."""
+        device = device_of(model)
+        for rows in torch.arange(self.splits[split]).split(size):
+            yield to_device(self.batch(rows, split), device)
+
+
+def device_of(model: Any) -> torch.device:
+    """Where a model's parameters are."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A tensor, or a tuple of such, on a device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    return tuple(to_device(part, device) for part in batch) if isinstance(batch, tuple | list) else batch
 
 
 @dataclass(frozen=True)
-class Classification:
-    """Images to classes, by cross-entropy; judged by accuracy."""
+class Classification(Task):
+    """Images to classes, by cross-entropy; judged by accuracy.
+
+    ``valid``: the share of the training images that is put aside to validate on, the same for every seed.
+    """
 
     data: Images
+    valid: float = 0.0
+    metric, higher, unit = "accuracy", True, "images"
+    rows: dict[str, Tensor] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        probability("valid", self.valid)
+        train, valid = put_aside(len(self.data.train_x), self.valid)
+        object.__setattr__(self, "rows", {"train": train, "valid": valid, "test": torch.arange(len(self.data.test_x))})
 
     @property
     def name(self) -> str:
@@ -93,83 +134,119 @@ class Classification:
         return self.data.name
 
     @property
-    def n_train(self) -> int:
+    def splits(self) -> dict[str, int]:
         """Images."""
-        return len(self.data.train_x)
+        return {split: len(rows) for split, rows in self.rows.items()}
 
-    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, rows: Tensor, split: str = "train") -> tuple[Tensor, Tensor]:
         """Images and classes."""
-        return self.data.train_x[rows], self.data.train_y[rows]
+        x, y = ((self.data.test_x, self.data.test_y) if split == "test" else (self.data.train_x, self.data.train_y))
+        chosen = self.rows[split][rows]
+        return x[chosen], y[chosen]
 
-    def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
-        x, y = batch
-        logits, solution = model(x, return_solution=True, save_states=False)
-        return F.cross_entropy(logits, y), solution
+    def forward(self, model: Any, batch: tuple[Tensor, Tensor], *, save_states: bool = False) -> tuple[Tensor, Any]:
+        return model(batch[0], return_solution=True, save_states=save_states)
 
-    def evaluate(self, model: Any) -> dict[str, float]:
+    def criterion(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(exact(outputs), batch[1])
+
+    def evaluate(self, model: Any, split: str = "test", batch_size: int = 512) -> dict[str, float]:
         with evaluating(model):
-            return {"accuracy": accuracy(model, self.data.test_x, self.data.test_y)}
+            hits = sum((model(x).argmax(-1) == y).sum().item() for x, y in self.batches(model, split, batch_size))
+        return {"accuracy": hits / self.splits[split]}
 
 
-class Language:
+class Language(Task):
     """Text to its next tokens: windows of ``length`` tokens that lie side by side; judged by bits per byte.
 
-    ``train``, ``test``: int64 token ids, one text after the other; ``n_test_bytes``: bytes of the test text. Where a
-    token is a byte, bits per byte are bits per token.
+    ``train``, ``test``, ``valid``: int64 token ids, one text after the other; ``n_test_bytes``, ``n_test_characters``,
+    ``n_valid_bytes``: how long those texts are. Where a token is a byte, bits per byte are bits per token.
     """
 
-    def __init__(self, name: str, train: Tensor, test: Tensor, *, length: int, n_test_bytes: int | None = None):
+    metric, unit = "bits_per_byte", "tokens"
+
+    def __init__(self, name: str, train: Tensor, test: Tensor, *, length: int, valid: Tensor | None = None,
+                 n_test_bytes: int | None = None, n_test_characters: int | None = None,
+                 n_valid_bytes: int | None = None):
         at_least("length", length, 1)
         for what, ids in (("train", train), ("test", test)):
             if len(ids) <= length:
                 raise ValueError(f"{what} must hold more than length = {length} tokens, got {len(ids)}")
         self.name, self.train, self.test, self.length = name, train, test, length
-        self.bytes_per_token = 1.0 if n_test_bytes is None else n_test_bytes / len(test)
-        self.n_train = (len(train) - 1) // length
+        self.valid = train[:0] if valid is None else valid
+        self.n_bytes = {"test": n_test_bytes, "valid": n_valid_bytes}
+        self.n_characters = {"test": n_test_characters}
 
-    def batch(self, rows: Tensor) -> Tensor:
+    @property
+    def splits(self) -> dict[str, int]:
+        """Whole windows."""
+        return {split: max(0, len(getattr(self, split)) - 1) // self.length for split in ("train", "valid", "test")}
+
+    def batch(self, rows: Tensor, split: str = "train") -> Tensor:
         """(batch, length + 1): each window with the token behind it."""
-        return self.train[rows[:, None] * self.length + torch.arange(self.length + 1)]
+        return getattr(self, split)[rows[:, None] * self.length + torch.arange(self.length + 1)]
 
-    def loss(self, model: Any, batch: Tensor) -> tuple[Tensor, Any]:
-        logits, solution = model(batch[:, :-1], return_solution=True, save_states=False)
-        return smoothed_cross_entropy(logits, batch[:, 1:]), solution
+    def forward(self, model: Any, batch: Tensor, *, save_states: bool = False) -> tuple[Tensor, Any]:
+        return model(batch[:, :-1], return_solution=True, save_states=save_states)
 
-    def token_losses(self, model: Any, batch_size: int = 64) -> Iterator[Tensor]:
-        """Losses (nats) of the test tokens, window after window, the last one shorter."""
-        n = (len(self.test) - 1) // self.length * self.length
-        x, y = (self.test[i:i + n].view(-1, self.length) for i in (0, 1))
-        rest = (self.test[n:-1][None], self.test[n + 1:][None])
-        for a, b in [*zip(x.split(batch_size), y.split(batch_size), strict=True), rest]:
-            if b.numel():
-                yield F.cross_entropy(model(a).flatten(0, 1).float(), b.flatten(), reduction="none")
+    def criterion(self, outputs: Tensor, batch: Tensor) -> Tensor:
+        return smoothed_cross_entropy(outputs, batch[:, 1:])
 
-    def evaluate(self, model: Any) -> dict[str, float]:
+    def count(self, batch: Tensor) -> int:
+        """Tokens to predict."""
+        return batch[:, 1:].numel()
+
+    def token_losses(self, model: Any, batch_size: int = 64, split: str = "test") -> Iterator[Tensor]:
+        """Losses (nats) of the tokens of a split, window after window, the last one shorter."""
+        ids, n = getattr(self, split), self.splits[split] * self.length
+        for batch in [*self.batches(model, split, batch_size), to_device(ids[n:][None], device_of(model))]:
+            if batch.shape[1] > 1:
+                yield F.cross_entropy(exact(model(batch[:, :-1]).flatten(0, 1)), batch[:, 1:].flatten(),
+                                      reduction="none")
+
+    def evaluate(self, model: Any, split: str = "test", batch_size: int = 64) -> dict[str, float]:
+        """``bits_per_byte``, ``bits_per_character`` where the text's characters are known, ``perplexity`` a token."""
         with evaluating(model):
-            nats = math.log(perplexity(list(self.token_losses(model))))
-        return {"bits_per_byte": nats / math.log(2) / self.bytes_per_token}
+            value = perplexity(list(self.token_losses(model, batch_size, split)))
+        bits = math.log2(value) * len(getattr(self, split))
+        lengths = {"bits_per_byte": self.n_bytes.get(split) or len(getattr(self, split)),
+                   "bits_per_character": self.n_characters.get(split)}
+        return {name: bits / n for name, n in lengths.items() if n} | {"perplexity": value}
 
 
-class Translation:
-    """Source sentences to target sentences, with label smoothing; judged by the loss, and BLEU where asked.
+class Translation(Task):
+    """Source sentences to target sentences, with label smoothing; judged by perplexity a token, and by BLEU and chrF.
 
-    ``train``, ``test``: (source, target) pairs of token id lists. ``start``, ``stop``, ``pad``: token ids; a target is
-    read from ``start`` on and ends with ``stop``.
+    ``train``, ``test``, ``valid``: (source, target) pairs of token id lists. ``start``, ``stop``, ``pad``: token ids; a
+    target is read from ``start`` on and ends with ``stop``. With ``tokenizer`` and ``references``, the target texts of
+    the test pairs, the test pairs are translated as well (greedily), and scored by sacrebleu.
     """
+
+    metric, unit = "perplexity", "tokens"
 
     def __init__(self, name: str, train: Sequence[tuple[list[int], list[int]]],
                  test: Sequence[tuple[list[int], list[int]]], *, start: int, stop: int, pad: int,
-                 smoothing: float = 0.1):
+                 smoothing: float = 0.1, valid: Sequence[tuple[list[int], list[int]]] = (), tokenizer: Any = None,
+                 references: Sequence[str] | None = None):
         probability("smoothing", smoothing)
         if not train or not test:
             raise ValueError(f"train and test must hold pairs, got {len(train)} and {len(test)}")
-        self.name, self.train, self.test = name, train, test
+        if references is not None and (tokenizer is None or len(references) != len(test)):
+            raise ValueError(f"references must come with a tokenizer, one for each of the {len(test)} test pairs; got "
+                             f"{len(references)} and tokenizer = {tokenizer!r}")
+        self.name, self.train, self.test, self.valid = name, train, test, valid
         self.start, self.stop, self.pad, self.smoothing = start, stop, pad, smoothing
-        self.n_train = len(train)
+        self.tokenizer, self.references = tokenizer, references
 
-    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    @property
+    def splits(self) -> dict[str, int]:
+        """Pairs."""
+        return {split: len(getattr(self, split)) for split in ("train", "valid", "test")}
+
+    def batch(self, rows: Tensor, split: str = "train") -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source and target (start ... stop) with their masks."""
-        return self.padded([self.train[row] for row in rows.tolist()])
+        pairs = getattr(self, split)
+        return self.padded([pairs[row] for row in rows.tolist()])
 
     def padded(self, pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Pairs as tensors (batch, tokens), padded on the right, and bool masks."""
@@ -177,24 +254,98 @@ class Translation:
         target, target_mask = pad_batch([[self.start, *y, self.stop] for _, y in pairs], pad=self.pad)
         return source, target, source_mask, target_mask
 
-    def loss(self, model: Any, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Any]:
+    def forward(self, model: Any, batch: Any, *, save_states: bool = False) -> tuple[Tensor, Any]:
         source, target, source_mask, target_mask = batch
-        logits, solution = model(source, target[:, :-1], source_mask, target_mask[:, :-1], return_solution=True,
-                                 save_states=False)
-        wanted = target[:, 1:].masked_fill(~target_mask[:, 1:], IGNORED)
-        return smoothed_cross_entropy(logits, wanted, self.smoothing), solution
+        return model(source, target[:, :-1], source_mask, target_mask[:, :-1], return_solution=True,
+                     save_states=save_states)
 
-    def evaluate(self, model: Any, batch_size: int = 64) -> dict[str, float]:
+    def criterion(self, outputs: Tensor, batch: Any) -> Tensor:
+        _, target, _, target_mask = batch
+        return smoothed_cross_entropy(outputs, target[:, 1:].masked_fill(~target_mask[:, 1:], IGNORED), self.smoothing)
+
+    def count(self, batch: Any) -> int:
+        """Target tokens to predict."""
+        return int(batch[3][:, 1:].sum())
+
+    def real(self, batch: Any) -> Tensor:
+        """Target tokens that are read."""
+        return batch[3][:, :-1]
+
+    def evaluate(self, model: Any, split: str = "test", batch_size: int = 64) -> dict[str, Any]:
+        """``perplexity`` a token; on the test pairs also what ``translation_scores`` gives."""
         losses = []
         with evaluating(model):
-            for i in range(0, len(self.test), batch_size):
-                source, target, source_mask, target_mask = self.padded(self.test[i:i + batch_size])
-                logits = model(source, target[:, :-1], source_mask, target_mask[:, :-1]).float()
+            for source, target, source_mask, target_mask in self.batches(model, split, batch_size):
+                logits = exact(model(source, target[:, :-1], source_mask, target_mask[:, :-1]))
                 real = target_mask[:, 1:]
                 losses.append(F.cross_entropy(logits[real], target[:, 1:][real], reduction="none"))
-        return {"perplexity": perplexity(losses)}
+        found: dict[str, Any] = {"perplexity": perplexity(losses)}
+        if split == "test" and self.references is not None:
+            found |= translation_scores(self.translate(model, batch_size), self.references)
+        return found
+
+    def translate(self, model: Any, batch_size: int = 64) -> list[str]:
+        """Greedy translations of the test sources, at most as long as the model reads."""
+        written = []
+        for source, _, mask, _ in self.batches(model, "test", batch_size):
+            ids = model.generate(source, mask, start=self.start, max_new_tokens=model.config.max_seq_len - 1,
+                                 stop_tokens=[self.stop], pad_token=self.pad)
+            written += [self.tokenizer.decode(row[1:].tolist()) for row in ids]
+        return written
 
 
-def as_task(data: Any) -> Task:
+class SeriesPrediction(Task):
+    """Time series to their class, by cross-entropy, or to a number, by the squared error.
+
+    Judged by accuracy, or by the root mean squared error. ``valid``: as of Classification.
+    """
+
+    unit = "series"
+
+    def __init__(self, data: Series, *, valid: float = 0.0):
+        probability("valid", valid)
+        self.data, self.name = data, data.name
+        self.metric, self.higher = ("accuracy", True) if data.classes else ("rmse", False)
+        train, held_out = put_aside(len(data.train_y), valid)
+        self.rows = {"train": train, "valid": held_out, "test": torch.arange(len(data.test_y))}
+
+    @property
+    def splits(self) -> dict[str, int]:
+        """Series."""
+        return {split: len(rows) for split, rows in self.rows.items()}
+
+    def batch(self, rows: Tensor, split: str = "train") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Values, times and mask up to the end of the longest, and what is to be predicted."""
+        part, chosen = "test" if split == "test" else "train", self.rows[split][rows]
+        values, times, mask, y = (getattr(self.data, f"{part}_{name}")[chosen]
+                                  for name in ("values", "times", "mask", "y"))
+        n = max(1, int(mask.any(0).sum()))
+        return values[:, :n], times[:, :n], mask[:, :n], y
+
+    def forward(self, model: Any, batch: Any, *, save_states: bool = False) -> tuple[Tensor, Any]:
+        return model(*batch[:3], return_solution=True, save_states=save_states)
+
+    def criterion(self, outputs: Tensor, batch: Any) -> Tensor:
+        if self.data.classes:
+            return F.cross_entropy(exact(outputs), batch[3])
+        return F.mse_loss(exact(outputs).squeeze(-1), batch[3])
+
+    def real(self, batch: Any) -> Tensor:
+        """Real points."""
+        return batch[2]
+
+    def evaluate(self, model: Any, split: str = "test", batch_size: int = 256) -> dict[str, float]:
+        total = 0.0
+        with evaluating(model):
+            for batch in self.batches(model, split, batch_size):
+                outputs, y = exact(model(*batch[:3])), batch[3]
+                part = (outputs.argmax(-1) == y) if self.data.classes else (outputs.squeeze(-1) - y).square()
+                total += part.double().sum().item()
+        mean = total / self.splits[split]
+        return {"accuracy": mean} if self.data.classes else {"rmse": math.sqrt(mean)}
+
+
+def as_task(data: Any) -> Any:
     """A task of its own, or what data is usually used for."""
-    return Classification(data) if isinstance(data, Images) else data
+    usual = {Images: Classification, Series: SeriesPrediction}.get(type(data))
+    return data if usual is None else usual(data)

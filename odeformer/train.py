@@ -3,203 +3,310 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from odeformer.files import write_atomically, write_json
-from odeformer.models.store import to_dict
-from odeformer.schedules import SCHEDULES
-from odeformer.tables import at_least, finite, look_up
-from odeformer.tasks import Task, accuracy, as_task, perplexity, smoothed_cross_entropy
+from odeformer import checkpoint
+from odeformer.best import Best
+from odeformer.ema import Average
+from odeformer.files import write_json
+from odeformer.interrupts import Interrupts
+from odeformer.logs import Logs, packed, unpacked
+from odeformer.metrics import accuracy, perplexity, smoothed_cross_entropy
+from odeformer.optim import adamw
+from odeformer.order import BatchOrder
+from odeformer.schedules import SCHEDULES, STABLE_ENDS, agree
+from odeformer.tasks import Task, as_task, to_device
+from odeformer.train_config import AUTOCAST, TrainConfig
 
 __all__ = ["SCHEDULES", "TrainConfig", "Trainer", "accuracy", "perplexity", "smoothed_cross_entropy"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """``steps`` of AdamW on batches drawn in an order fixed by ``seed``; a checkpoint every ``checkpoint_every``.
-
-    ``balance``, ``router_z``: weights of these losses of a model's experts (see ``odeformer.experts``), added to the
-    task's; without effect in a model that has none.
-    """
-
-    steps: int
-    seed: int = 0
-    batch_size: int = 64
-    learning_rate: float = 2e-3
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    schedule: str = "cosine"
-    warmup: int = 20
-    checkpoint_every: int = 50
-    balance: float = 0.01
-    router_z: float = 0.001
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "checkpoint_every"):
-            at_least(name, getattr(self, name), 1)
-        at_least("warmup", self.warmup, 0)
-        for name in ("balance", "router_z"):
-            finite(name, getattr(self, name), least=0)
-        look_up(SCHEDULES, self.schedule, "schedule")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be positive, got {self.learning_rate!r}")
+# settings that may be others when a run is gone on with: they say how long it is and what it leaves, not what it does
+FREE = frozenset({"steps", "checkpoint_every", "checkpoint_minutes", "tensorboard"})
 
 
 class Trainer:
-    """Trains a model for a task (``odeformer.tasks``; images alone mean classification).
+    """Trains a model for a task (``odeformer.tasks``; images alone mean classification), where its parameters are.
 
-    With ``out``, checkpoints and results go there.
+    With ``out``, checkpoints, logs and results go there. ``settings``: further plain values that the run depends on,
+    such as options of the data; a checkpoint written with others is not gone on from.
+
+    ``rows``: what each step gave. ``validations``: what each validation gave.
     """
 
-    def __init__(self, model: nn.Module, task: Task | Any, config: TrainConfig, out: str | Path | None = None):
+    def __init__(self, model: nn.Module, task: Any, config: TrainConfig, out: str | Path | None = None, *,
+                 settings: Mapping[str, Any] | None = None):
         self.model, self.task, self.config = model, as_task(task), config
-        self.out = None if out is None else Path(out)
-        if self.out is not None:
-            try:
-                self.out.mkdir(parents=True, exist_ok=True)
-                write_atomically(self.out / "writable", lambda beside: beside.touch())
-                (self.out / "writable").unlink()
-            except OSError as error:
-                raise OSError(f"cannot write into {self.out} ({error.strerror}); choose another folder") from error
-        decayed = [p for p in model.parameters() if p.dim() >= 2]
-        others = [p for p in model.parameters() if p.dim() < 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=config.learning_rate)
-        self.step = 0
+        if config.validate_every is not None and not getattr(self.task, "n_valid", 0):
+            raise ValueError(f"validate_every needs validation data, and task {self.task.name!r} has none: give some, "
+                             "or put a share of the training data aside with valid")
+        self.out = None if out is None else checkpoint.writable_folder(out)
+        self.settings = dict(settings or {})
+        self.device = next(model.parameters()).device
+        self.factor = config.factor()
+        self.order = BatchOrder(self.task.n_train, config.batch_size, config.seed)
+        self.optimizer = adamw(model, learning_rate=config.learning_rate, weight_decay=config.weight_decay,
+                               betas=(config.beta1, config.beta2), epsilon=config.epsilon)
+        self.penalties = penalties(config.regularize)
+        self.average = None if config.ema is None else Average(model, config.ema)
+        self.best = None if config.patience is None else Best(config.patience, higher=self.task.higher)
+        self.step, self.seconds, self.finished = 0, 0.0, False
         self.rows: list[dict[str, float]] = []
-        self.seconds = 0.0
+        self.validations: list[dict[str, float]] = []
+        self._saved, self._saved_at, self._reported = 0, time.monotonic(), 0
+
+    # ---- one step
 
     def batch(self, step: int) -> Any:
         """The batch of a step (from 0): a function of the seed and the step alone."""
-        n, size = self.task.n_train, self.config.batch_size
-        epoch, position = divmod(step, max(1, n // size))
-        generator = torch.Generator().manual_seed(self.config.seed * 100_003 + epoch)
-        rows = torch.randperm(n, generator=generator)[position * size : (position + 1) * size]
-        return self.task.batch(rows)
+        return self.task.batch(self.order.rows(step))
+
+    def parts(self, step: int) -> list[Any]:
+        """The batch of a step, cut into parts."""
+        if self.config.accumulate == 1:
+            return [self.batch(step)]
+        return [self.task.batch(rows) for rows in self.order.rows(step).tensor_split(self.config.accumulate)
+                if len(rows)]
+
+    def loss(self, batch: Any) -> tuple[Tensor, Any]:
+        """The mean loss of some examples, with what the config adds to it, and the Solution."""
+        states = {"save_states": True} if self.penalties else {}
+        with self.precision():
+            loss, solution = self.task.loss(self.model, to_device(batch, self.device), **states)
+            if getattr(solution, "routing", None) is not None:
+                for name in ("balance", "router_z"):
+                    weight = getattr(self.config, name)
+                    loss = loss + weight * solution.losses[name] if weight else loss
+            if self.penalties is not None:
+                loss = loss + sum(self.penalties(self.model, solution).values())
+        return loss, solution
 
     def train_step(self) -> dict[str, float]:
-        """One update. Raises FloatingPointError where the loss is not finite (nothing is updated then)."""
-        config = self.config
+        """One update. Raises FloatingPointError where the loss or its gradient is not finite (nothing is updated then).
+        """
+        rate = self.config.learning_rate * self.factor(self.step + 1)
         for group in self.optimizer.param_groups:
-            factor = SCHEDULES[config.schedule](self.step + 1, warmup=config.warmup, total=config.steps)
-            group["lr"] = config.learning_rate * factor
-        loss, solution = self.task.loss(self.model, self.batch(self.step))
-        if getattr(solution, "routing", None) is not None:
-            for name in ("balance", "router_z"):
-                weight = getattr(config, name)
-                loss = loss + weight * solution.losses[name] if weight else loss
-        value = loss.item()
-        if not math.isfinite(value):
-            raise FloatingPointError(f"the loss became {value} at step {self.step + 1}: lower the learning rate, or "
-                                     "take more or smaller depth steps")
+            group["lr"] = rate
+        parts = self.parts(self.step)
+        counts = [getattr(self.task, "count", partial(Task.count, self.task))(part) for part in parts]
+        total = max(1, sum(counts))
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        losses, evaluations = [], 0
+        for part, count in zip(parts, counts, strict=True):
+            loss, solution = self.loss(part)
+            loss = loss * (count / total)
+            loss.backward()
+            losses.append(loss.detach())
+            evaluations += solution.nfe
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        value, norm = torch.stack([torch.stack(losses).sum().double(), norm.double()]).tolist()  # the one host read
+        for what, number in (("loss", value), ("gradient's norm", norm)):
+            if not math.isfinite(number):
+                raise FloatingPointError(self.diverged(what, number))
         self.optimizer.step()
         self.step += 1
-        return {"step": self.step, "loss": value, "nfe": solution.nfe}
+        if self.average is not None:
+            self.average.update(self.step)
+        nfe = evaluations / len(parts)
+        return {"step": self.step, "loss": value, "nfe": int(nfe) if nfe == int(nfe) else nfe, "norm": norm,
+                "learning_rate": rate, "count": total}
+
+    def diverged(self, what: str, number: float) -> str:
+        """What to do about it."""
+        kept = f"; the checkpoint of step {self._saved} is kept" if self._saved else ""
+        return (f"the {what} became {number} at step {self.step + 1}: lower the learning rate, or take more or smaller "
+                f"depth steps, in a new run{kept}")
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Autocast, where asked for."""
+        dtype = AUTOCAST[self.config.autocast]
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+
+    # ---- a run
 
     def run(self, *, stop_at: int | None = None, progress: bool = True) -> bool:
         """Train to the end, or leave without saving after ``stop_at`` steps; True where the end was reached.
 
-        SIGINT and SIGTERM finish the step under way, save a checkpoint and end the run with False.
+        SIGINT and SIGTERM finish the step under way, save a checkpoint and end the run with False. At the end the model
+        is in evaluation mode and has the weights to keep: the best where ``patience`` is given, else the averaged ones
+        where ``ema`` is, else the last.
         """
+        if self.finished:
+            return True
         self.model.train()
-        bar = tqdm(total=self.config.steps, initial=self.step, desc="train", disable=not progress)
-        with _signals() as stopped, bar:
-            while self.step < self.config.steps:
-                start = time.perf_counter()
-                row = self.train_step()
-                self.seconds += time.perf_counter() - start
-                self.rows.append(row)
-                bar.update()
-                bar.set_postfix(loss=f"{row['loss']:.3f}", nfe=row["nfe"])
+        self._saved_at = time.monotonic()
+        with (Logs(self.out, self.step, tensorboard=self.config.tensorboard) as logs, Interrupts() as interrupts,
+              tqdm(total=self.config.steps, initial=self.step, desc="train", disable=not progress) as bar):
+            while not self.done:
+                self.advance(logs, bar)
                 if stop_at is not None and self.step >= stop_at:
                     return False
-                if stopped():
-                    self.save()
+                if interrupts.wanted:
+                    self.save(whole=True)
                     return False
-                if self.step % self.config.checkpoint_every == 0:
+                if self.due:
                     self.save()
         self.model.eval()
-        self.save()
+        self.save(whole=True)
+        self.keep()
         return True
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are done, or waiting for a better model was given up."""
+        return self.step >= self.config.steps or (self.best is not None and self.best.over)
+
+    @property
+    def due(self) -> bool:
+        """Whether a checkpoint is."""
+        minutes = self.config.checkpoint_minutes
+        return (self.step % self.config.checkpoint_every == 0 or self.at_stable_end
+                or (minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes))
+
+    @property
+    def at_stable_end(self) -> bool:
+        """Whether this is the last step before the schedule lets the learning rate fall."""
+        ends = STABLE_ENDS.get(self.config.schedule) if isinstance(self.config.schedule, str) else None
+        return ends is not None and ends(self.step, total=self.config.steps, **self.config.schedule_options)
+
+    def advance(self, logs: Logs, bar: Any) -> None:
+        """A step, and a validation where one is due, reported."""
+        start = time.perf_counter()
+        row = self.train_step()
+        seconds = time.perf_counter() - start
+        self.seconds += seconds
+        self.rows.append(row)
+        speed = row["count"] / seconds
+        logs.add("train", row | {"count_per_second": speed, "seconds": self.seconds})
+        bar.set_postfix_str(f"loss {row['loss']:.3f}, NFE {row['nfe']:g}, {speed:.0f} {self.unit}/s", refresh=False)
+        bar.update()
+        every = self.config.validate_every
+        if every is not None and (self.step % every == 0 or self.step == self.config.steps):
+            logs.add("valid", self.validate())
+
+    @property
+    def unit(self) -> str:
+        """What a task's losses are means over."""
+        return getattr(self.task, "unit", Task.unit)
+
+    def validate(self) -> dict[str, float]:
+        """Evaluate the validation split, with the averaged weights where there are some. Moves no random state."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), self.averaged(), self.precision():
+            scores = self.task.evaluate(self.model, "valid")
+            if self.best is not None:
+                self.best.report(scores[self.task.metric], self.step, self.model)
+        self.validations.append({"step": self.step, **scores})
+        return self.validations[-1]
+
+    def averaged(self) -> AbstractContextManager[Any]:
+        """The model has the averaged weights within, where there are some."""
+        return nullcontext() if self.average is None else self.average.applied()
+
+    def keep(self) -> None:
+        """Give the model the weights to keep, see ``run``; the last ones are in the checkpoint. Ends the run."""
+        if self.best is not None and self.best.weights:
+            self.model.load_state_dict(self.best.weights)
+        elif self.average is not None:
+            self.average.apply()
+        self.finished = True
+
+    # ---- on disk
 
     def described(self) -> dict[str, Any]:
         """All settings that the course of the run depends on, as plain values."""
-        return asdict(self.config) | {"data": self.task.name, "model": to_dict(self.model.config)}
+        model = getattr(self.model, "config", None)
+        return checkpoint.plain(self.config) | {"data": self.task.name, "n_train": self.task.n_train,
+                                                "model": checkpoint.plain(model), **checkpoint.plain(self.settings)}
 
-    def save(self) -> None:
-        """Write checkpoint.pt and results.json into ``out``, each whole or not at all."""
-        if self.out is None:
+    def save(self, *, whole: bool = False) -> None:
+        """Write checkpoint.pt into ``out``, whole or not at all, the one before kept as checkpoint.previous.pt.
+
+        results.json, with all rows, is written with ``whole``, or where rows are a tenth more than in the last one.
+        """
+        self._saved_at = time.monotonic()
+        if self.out is None or self.finished:
             return
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step,
-                 "rows": self.rows, "seconds": self.seconds, "rng": torch.get_rng_state(),
-                 "config": self.described()}
-        write_atomically(self.out / "checkpoint.pt", lambda beside: torch.save(state, beside))
-        write_json(self.out / "results.json", {"config": self.described(), "rows": self.rows,
-                                               "seconds": self.seconds})
+                 "rows": packed(self.rows), "validations": self.validations, "seconds": self.seconds,
+                 "random": checkpoint.random_states(), "config": self.described(),
+                 "average": None if self.average is None else self.average.state_dict(),
+                 "best": None if self.best is None else self.best.state_dict()}
+        checkpoint.write(self.out, state, stable=self.at_stable_end)
+        self._saved = self.step
+        if whole or self.step >= 1.1 * self._reported:
+            with checkpoint.explained(self.out, "make room or mend it, then go on with --resume"):
+                write_json(self.out / "results.json", self.results())
+            self._reported = self.step
+
+    def results(self) -> dict[str, Any]:
+        """What results.json holds."""
+        found = {"config": self.described(), "rows": self.rows, "validations": self.validations,
+                 "seconds": self.seconds}
+        if self.best is not None:
+            found["best"] = {"step": self.best.step, self.task.metric: self.best.value}
+        return found
 
     def resume(self) -> bool:
-        """Take up the checkpoint in ``out``; False where there is none.
+        """Take up the newest checkpoint in ``out``; False where there is none.
 
-        Raises ValueError for a damaged checkpoint or one of another configuration.
+        ``steps``, and how often checkpoints come, may be others than before: a run can be made longer where its
+        schedule has had the same factors so far, or else from the checkpoint before they fall (``wsd``). A damaged
+        checkpoint is passed over with a warning where the one before is whole. Raises ValueError for a damaged
+        checkpoint otherwise, one of another configuration, and one that the schedule does not let go on.
         """
-        path = self.out / "checkpoint.pt"
-        if not path.exists():
+        if self.out is None:
+            raise ValueError("out must name a folder to resume from, got None")
+        settings = self.described()
+        state, passed = checkpoint.find(
+            self.out, lambda state: checkpoint.difference(state["config"], settings, FREE), self.too_long)
+        if state is None:
             return False
-        try:
-            state = torch.load(path, weights_only=True)
-        except Exception as error:
-            raise ValueError(f"{path} is damaged or no checkpoint ({error}); move it away to start anew") from error
-        stored = dict(flat(state["config"]))
-        for key, value in flat(self.described()):
-            if stored.get(key) != value:
-                raise ValueError(f"{path} was written with {key} = {stored.get(key)!r}, this run has {value!r}; use "
-                                 "the same setting or another out folder")
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
+            for name in ("average", "best"):
+                if getattr(self, name) is not None:
+                    getattr(self, name).load_state_dict(state[name])
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"{path} holds another model: {error}") from error
-        self.step, self.rows, self.seconds = state["step"], state["rows"], state["seconds"]
-        torch.set_rng_state(state["rng"])
+            words = " ".join(str(error).split())[:200]
+            raise ValueError(f"the checkpoint in {self.out} holds another model: {words}") from error
+        self.step, self.seconds, self._saved = state["step"], state["seconds"], state["step"]
+        self.rows, self.validations = unpacked(state["rows"]), list(state["validations"])
+        checkpoint.set_random_states(state["random"])
+        for reason in passed:
+            warnings.warn(f"{reason}; going on from the checkpoint of step {self.step}", stacklevel=2)
         return True
 
+    def too_long(self, state: Mapping[str, Any]) -> str | None:
+        """Why a checkpoint does not go with the number of steps, or None."""
+        before, now, step = state["config"]["steps"], self.config.steps, state["step"]
+        if step > now:
+            return f"has done {step} steps, more than steps = {now}; use another out folder for a shorter run"
+        if before == now or agree(self.factor, step, (before, now)):
+            return None
+        return (f"was written on the way to steps = {before}, where schedule {self.config.schedule!r} has led the "
+                f"learning rate at step {step} otherwise than for steps = {now}; keep steps, or start anew with "
+                "'constant' or 'inverse_sqrt', which have no end, or 'wsd', which is lengthened from before its fall")
 
-def flat(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings as (dotted name, value)."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
 
+def penalties(weights: Mapping[str, float]) -> Callable[[nn.Module, Any], dict[str, Tensor]] | None:
+    """(model, solution) -> the weighted penalties on the dynamics, or None where none is asked for.
 
-@contextmanager
-def _signals() -> Iterator[Callable[[], bool]]:
-    """Turns SIGINT and SIGTERM into a flag while a run is under way (in the main thread; elsewhere they act as ever).
+    Raises ValueError for an unknown one.
     """
-    seen: list[int] = []
-    previous: dict[int, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, lambda number, frame: seen.append(number))
-    except ValueError:  # not the main thread
-        pass
-    try:
-        yield lambda: bool(seen)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    if not any(weights.values()):
+        return None
+    from odeformer import regularizers
+
+    regularizers.check_weights(weights)
+    return partial(regularizers.penalties, weights=weights)

@@ -117,15 +117,15 @@ class Implicit:
         z: the packed state (n,); base, guess: (s, n). ``orders`` derivatives are attached where anything in the
         equation requires grad (0: the result is constant).
         """
-        _refuse_transforms(z)
+        refuse_transforms(z)
         g = _Stages(f, flat, z, step, at, a, base)
         tracked = orders > 0 and torch.is_grad_enabled() and (
             z.requires_grad or base.requires_grad or g(guess).requires_grad)
-        tol = _resolution(f, flat) ** (2 / 3) if self.tol is None else self.tol
+        tol = resolution(f, flat) ** (2 / 3) if self.tol is None else self.tol
         with torch.no_grad():
             root = self.nonlinear(g, guess.detach(), norm=g.norm, tol=tol, max_iterations=self.max_iterations,
                                   count=g.count)
-        _refuse_transforms(root.y)
+        refuse_transforms(root.y)
         if not root.converged:
             raise g.error(f"{self.nonlinear.name} did not solve a stage (relative error {root.error:.2g} after "
                           f"{root.n_iterations} iterations, tol {tol:.2g})", _advice(self.nonlinear.name))
@@ -172,7 +172,7 @@ class _Stages:
         return SolverError(what, l=self.step.l, h=self.step.h, nfe=self.f.work.total, advice=advice)
 
 
-def _refuse_transforms(x: Tensor) -> None:
+def refuse_transforms(x: Tensor) -> None:
     if torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None:
         raise NotImplementedError("implicit solvers iterate until the values suffice, so neither torch.func transforms "
                                   "nor forward-mode derivatives pass through them; use torch.autograd")
@@ -184,7 +184,7 @@ def _advice(name: str) -> str:
             ("NewtonKrylov(krylov_dim=...) with more products an iteration" if name == "newton_krylov" else other))
 
 
-def _resolution(f: Evaluator, flat: Flat) -> float:
+def resolution(f: Evaluator, flat: Flat) -> float:
     """The relative resolution of the coarsest arithmetic that f runs in."""
     kinds = [x.dtype for x in flat.like] + list(f.dtypes or ())
     device = flat.like[0].device.type

@@ -92,8 +92,11 @@ def read_method(method: str | Solver) -> Solver:
         if name not in SOLVERS:
             known = sorted({*SOLVERS, *DELEGATED})
             raise ValueError(f"unknown method {method!r}; known: {', '.join(known)}, or a solver object")
-        return SOLVERS[name]
-    return get_solver(method)
+        method = name
+    solver = get_solver(method)
+    if getattr(solver, "to_equilibrium", False):
+        raise ValueError(f"method {solver.name!r} has no states at times; use solvers.solve")
+    return solver
 
 
 class TimeFirst:

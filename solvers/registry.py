@@ -9,7 +9,9 @@ from typing import Any
 from solvers import (
     adaptive,
     dense,
+    equilibrium,
     explicit,
+    hypersolver,
     imex,
     implicit,
     implicit_multistep,
@@ -40,7 +42,7 @@ def merge(*tables: dict[str, Any]) -> dict[str, Any]:
 SOLVERS: dict[str, Solver] = merge(explicit.METHODS, multistep.METHODS, predictor_corrector.METHODS,
                                    implicit_multistep.METHODS, splitting.METHODS, reversible.METHODS,
                                    implicit.METHODS, imex.METHODS, adaptive.METHODS,
-                                   learned.METHODS, dense.METHODS)
+                                   learned.METHODS, dense.METHODS, equilibrium.METHODS, hypersolver.METHODS)
 
 
 def get_solver(solver: str | Solver, **options: Any) -> Solver:

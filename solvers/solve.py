@@ -16,6 +16,7 @@ from solvers.base import HALF, Solver, State, VectorField, Work, cast, tensors
 from solvers.checks import check_amounts, check_finite, check_gradient, check_mask, check_state, is_traced, zeroed
 from solvers.gradients import GRADIENTS, Halving, Report, Reversal, Stepwise
 from solvers.grid import Piece, make_pieces, place, read_grid, read_points, read_span
+from solvers.jumps import warn_of_jump
 from solvers.march import make_legs, march
 from solvers.registry import get_solver
 
@@ -34,6 +35,7 @@ class Solution:
     along a new first axis (a tuple of stacks for a tuple state), and where they belong. ``nfe``: evaluations of f in
     the solve; ``nfe_backward``: those made during backward so far. ``steps``: accepted h. ``n_rejected``: steps
     tried in vain. ``errors``: for adaptive methods the scaled error estimate of each accepted step (at most 1).
+    On the way to an equilibrium a step is an iteration, and its error the residual over the tolerance.
     After a per-sample solve ``steps`` and ``errors`` hold a list for each row, and ``n_steps`` is that of the longest.
     """
 
@@ -60,6 +62,11 @@ class Solution:
         the way back (the worst piece); None otherwise."""
         return None if self._report is None else self._report.reconstruction_error
 
+    @property
+    def residual(self) -> float | None:
+        """After a solve to an equilibrium: the root mean square of f(z) in the row where it is largest."""
+        return getattr(self._report, "residual", None)
+
 
 def solve(f: VectorField, z0: State, *, span: tuple = UNIT, solver: str | Solver = "rk4", n_steps: int | None = None,
           grid: Sequence[float] | Tensor | None = None, rtol: float | None = None, atol: float | None = None,
@@ -81,8 +88,9 @@ def solve(f: VectorField, z0: State, *, span: tuple = UNIT, solver: str | Solver
         a fixed-step solve interpolates by cubic Hermite polynomials (two more evaluations an interval that needs it).
     gradient: "backprop" (autograd, exact); "checkpoint" (exact, keeps one state a step), "checkpoint_recursive" (exact,
         about log2(n) states), "reversible" (reversible methods: exact up to rounding, keeps no states; see
-        ``Solution.reconstruction_error``), "implicit" (implicit methods); "adjoint" (of the continuous problem, keeps
-        no states; warns on a coarse fixed grid). Second derivatives: backprop and checkpoint.
+        ``Solution.reconstruction_error``), "implicit" (implicit methods, equilibrium); "jacobian_free" (equilibrium,
+        approximate); "adjoint" (of the continuous problem, keeps no states; warns on a coarse fixed grid). Second
+        derivatives: backprop and checkpoint.
     mask: bool, broadcastable to z without its last axis, True = real; others are out of every norm and check
         (implicit methods start them at 0 and solve for them too).
     max_nfe: bound on the evaluations (adaptive default 10,000; an adaptive adjoint may use as many again in backward).
@@ -121,7 +129,8 @@ def solve(f: VectorField, z0: State, *, span: tuple = UNIT, solver: str | Solver
         raise ValueError(f"breakpoints rule out {solver.name!r}, which evaluates f beyond its steps, where f jumps; "
                          "give f as pieces, or take another solver")
     # the modes that take over the whole solve have nothing to do where no gradient is wanted
-    whole = gradient not in GRADIENTS and torch.is_grad_enabled()
+    to_root = getattr(solver, "to_equilibrium", False)  # which is differentiated by the solver itself
+    whole = gradient not in GRADIENTS and torch.is_grad_enabled() and not to_root
     if whole and is_traced(z):
         raise ValueError(f"gradient={gradient!r} works outside autograd and cannot be traced (torch.compile, "
                          'torch.func, CUDA graphs); use "backprop"')
@@ -129,7 +138,10 @@ def solve(f: VectorField, z0: State, *, span: tuple = UNIT, solver: str | Solver
         depths = _read_save_at(save_at, ends, None)
         _check_saved(gradient, pieces, depths)
         tolerances = _tolerances(rtol, atol, z0)
-        z, states, taken, report = _adapt(solver, pieces, z, depths or (), tolerances, mask, work, whole, params)
+        own = {"gradient": gradient} if to_root else {}
+        z, states, taken, report = _adapt(solver, pieces, z, depths or (), tolerances, mask, work, whole, params, **own)
+        if not to_root:
+            warn_of_jump(pieces, z0, taken["steps"], taken["n_rejected"])
     else:
         placed = place(pieces, n_steps, grid)
         depths = _read_save_at(save_at, ends, placed)
@@ -156,16 +168,15 @@ def solve(f: VectorField, z0: State, *, span: tuple = UNIT, solver: str | Solver
 
 def _adapt(solver: Solver, pieces: list[Piece], z: State, depths: Sequence[float], tolerances: tuple[float, float],
            mask: Tensor | None, work: Work, whole: bool,
-           params: Sequence[Tensor] | None) -> tuple[State, list[State], dict, Report | None]:
-    """An adaptive solve; ``whole``: its gradient is the adjoint's."""
+           params: Sequence[Tensor] | None, **own: Any) -> tuple[State, list[State], dict, Report | None]:
+    """An adaptive solve; ``whole``: its gradient is the adjoint's. ``own``: what the solver is told beside."""
     rtol, atol = tolerances
-    report = None
     if whole:
         adjoint = AdaptiveAdjoint(solver, pieces, z, params, mask, work, depths, rtol, atol)
         (z, states), record, report = adjoint.run(z), adjoint.record, adjoint.report
     else:
-        z, record = solver.integrate(z, pieces, depths, rtol=rtol, atol=atol, mask=mask, work=work)
-        states = record.states
+        z, record = solver.integrate(z, pieces, depths, rtol=rtol, atol=atol, mask=mask, work=work, **own)
+        states, report = record.states, getattr(record, "report", None)
     taken = {name: getattr(record, name) for name in ("n_steps", "steps", "n_rejected", "errors")}
     return z, states, taken, report
 

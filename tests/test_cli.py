@@ -138,8 +138,10 @@ def test_a_language_model_is_trained_evaluated_and_writes(tmp_path, capsys):
     assert "test bits_per_byte" in capsys.readouterr().out
     assert main(["evaluate", str(tmp_path), "--data", "python_docs", "--solvers", "euler", "rk4"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["solver", "steps", "NFE", "bits_per_byte"]
-    assert [line.split()[2] for line in lines[1:]] == ["1", "4"]
+    assert lines[0].split() == ["solver", "steps", "NFE", "bits_per_byte", "bits_per_character", "perplexity",
+                                "distance", "agreement"]
+    assert [line.split()[2] for line in lines[1:3]] == ["1", "4"]
+    assert lines[2].split()[6:] == ["0.0000", "1.0000"] and lines[3].startswith("solver invariance 0.")
     write = ["generate", str(tmp_path), "--prompt", "The", "--max-new-tokens", "5"]
     texts = []
     drawn = ["--temperature", "1", "--seed", "1"]
@@ -155,7 +157,6 @@ def test_a_language_model_is_trained_evaluated_and_writes(tmp_path, capsys):
 
 
 def test_data_without_a_recipe_are_refused_with_what_to_do(tmp_path, capsys, monkeypatch):
-    pairs = odeformer.data.Pairs("toy", *((("a", "b"),) for _ in range(3)))
-    monkeypatch.setitem(odeformer.DATA, "toy", lambda: pairs)
+    monkeypatch.setitem(odeformer.DATA, "toy", lambda: None)
     assert main(["train", "--data", "toy", "--out", str(tmp_path)]) == 2
-    assert "images or text" in capsys.readouterr().err
+    assert "one of Images, Text, Pairs, Series" in capsys.readouterr().err

@@ -361,6 +361,13 @@ def test_plays_lose_their_marks_and_whole_plays_are_held_out(tmp_path, monkeypat
         DATA["shakespeare"](folder=tmp_path)
 
 
+def test_a_play_that_is_not_utf_8_is_named(tmp_path, monkeypatch):
+    options = small_plays(tmp_path, monkeypatch)
+    (tmp_path / "kind" / "hamlet.md").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"hamlet\.md is not UTF-8: byte 0xe9 at offset 3"):
+        DATA["shakespeare"](**options)
+
+
 def test_text_files_are_joined_and_their_end_is_held_out(tmp_path, monkeypatch):
     task = DATA["text_files"](**small_text(tmp_path, monkeypatch), valid=0.1, test=0.2)
     text = "first ü\n" + "second\r\nfile " * 30

@@ -1,4 +1,4 @@
-"""Where a model's steps fall: adaptive solving with padding and batch-mates, grids given and calibrated, random ends."""
+"""Where a model's steps fall: adaptive solving with padding and batch-mates, grids, calibrated ones, random ends."""
 
 import json
 import math

@@ -120,7 +120,7 @@ def wrong(call, *words):
         assert word in str(caught.value), (word, str(caught.value))
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", [name for name in SOLVERS if name != "equilibrium"])  # it needs injection
 def test_solvers_that_cannot_follow_a_field_that_changes_refuse_it_when_the_model_is_made(name):
     solver, block = SOLVERS[name], {"dropout_per": "evaluation", "coupling": "parallel"}
     kind = "adaptive" if solver.is_adaptive else "implicit" if solver.is_implicit else None

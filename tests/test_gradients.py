@@ -73,7 +73,7 @@ def difference(xs, ys):
 
 def test_every_mode_of_every_solver_is_known():
     for solver in SOLVERS.values():
-        known = {*GRADIENTS, *WHOLE}
+        known = {*GRADIENTS, *WHOLE, "jacobian_free"}  # the last one of solvers.equilibrium
         assert set(solver.gradients) <= known
         assert ("reversible" in solver.gradients) == solver.is_reversible
         with pytest.raises(ValueError, match=r"gradient must be one of backprop.*, got 'exact'"):

@@ -5,8 +5,20 @@ import math
 import pytest
 import torch
 
-from odeformer import BlockConfig, Decoder, DecoderConfig, Seq2Seq, Seq2SeqConfig
-from odeformer.tasks import Language, Translation, perplexity, smoothed_cross_entropy
+from odeformer import BlockConfig, ByteTokenizer, Decoder, DecoderConfig, Seq2Seq, Seq2SeqConfig
+from odeformer.data.images import Images
+from odeformer.data.series import Series
+from odeformer.metrics import translation_scores
+from odeformer.tasks import (
+    Classification,
+    Language,
+    SeriesPrediction,
+    Task,
+    Translation,
+    as_task,
+    perplexity,
+    smoothed_cross_entropy,
+)
 from odeformer.train import TrainConfig, Trainer
 
 
@@ -130,6 +142,126 @@ def test_training_adds_the_losses_of_experts_with_their_weights():
     both, _ = first_loss(balance=2.0, router_z=3.0)
     assert both - plain == pytest.approx(2 * losses["balance"].item() + 3 * losses["router_z"].item(), rel=1e-4)
     assert losses["balance"] > 0.9
+
+
+def test_bits_per_byte_and_per_character_are_those_of_the_whole_text():
+    """A model that gives every byte the probability 1/8: 3 bits a byte; a character of 1.5 bytes on average has 4.5."""
+    text = torch.arange(24) % 8
+    task = Language("two scripts", text, text, length=5, n_test_bytes=24, n_test_characters=16, valid=text[:9],
+                    n_valid_bytes=9)
+    model = Decoder(DecoderConfig(vocab_size=8, max_seq_len=5, n_layers=1, block=BlockConfig(8, 2)))
+    torch.nn.init.zeros_(model.head.weight)
+    wanted = {"bits_per_byte": 3.0, "bits_per_character": 4.5, "perplexity": 8.0}
+    assert task.evaluate(model) == pytest.approx(wanted, rel=1e-6)
+    assert task.evaluate(model, "valid") == pytest.approx({"bits_per_byte": 3.0, "perplexity": 8.0}, rel=1e-6)
+
+
+class Words(torch.nn.Module):
+    """Logits that depend on the last token alone, so that losses differ from token to token."""
+
+    def forward(self, source, target, source_mask, target_mask):
+        torch.manual_seed(0)
+        table = torch.randn(8, 8, dtype=torch.float64)
+        return table[target]
+
+
+def test_perplexity_and_accuracy_do_not_depend_on_the_batch_size():
+    pairs = reversal(23)
+    task = Translation("toy", pairs, pairs, start=1, stop=2, pad=0)
+    table = (torch.manual_seed(0), torch.randn(8, 8, dtype=torch.float64))[1].log_softmax(-1)
+    losses = [-table[a, b] for _, y in pairs for a, b in zip([1, *y], [*y, 2], strict=True)]
+    for size in (1, 4, 64):
+        assert task.evaluate(Words(), batch_size=size)["perplexity"] == pytest.approx(
+            torch.stack(losses).mean().exp().item(), rel=1e-12)
+    x = torch.randn(23, 3, 1, 1)
+    images = Classification(Images("x", 3, x, torch.arange(23) % 3, x, torch.arange(23) % 3))
+    hits = (x.flatten(1).argmax(1) == torch.arange(23) % 3).double().mean().item()
+    model = torch.nn.Flatten()
+    assert {images.evaluate(model, batch_size=size)["accuracy"] for size in (1, 4, 64)} == {hits}
+
+
+def test_bleu_and_chrf_are_sacrebleus_with_their_signatures():
+    import sacrebleu
+
+    written, wanted = ["the cat sat on a mat", "good morning"], ["the cat sat on the mat", "good morning all"]
+    scores = translation_scores(written, wanted)
+    assert scores["bleu"] == sacrebleu.corpus_bleu(written, [wanted]).score
+    assert scores["chrf"] == sacrebleu.corpus_chrf(written, [wanted]).score
+    assert scores["bleu_signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
+    assert translation_scores(wanted, wanted)["bleu"] == pytest.approx(100)
+    with pytest.raises(ValueError, match="as many texts each"):
+        translation_scores(written, wanted[:1])
+
+
+def test_without_sacrebleu_the_sentence_names_it(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    with pytest.raises(ImportError, match="sacrebleu: pip install"):
+        translation_scores(["a"], ["a"])
+
+
+def test_test_pairs_are_translated_where_their_texts_are_known():
+    tokenizer = ByteTokenizer()
+    texts = [("abc", "abc def ghi jkl"), ("x", "mno pqr stu vwx")]
+    pairs = [(tokenizer.encode(a), tokenizer.encode(b)) for a, b in texts]
+
+    class Copy(torch.nn.Module):
+        config = Seq2SeqConfig(vocab_size=259, max_seq_len=20, n_layers=1, block=BlockConfig(8, 2))
+
+        def forward(self, source, target, source_mask, target_mask):
+            return torch.zeros(*target.shape, 259)
+
+        def generate(self, source, mask, *, start, max_new_tokens, stop_tokens, pad_token):
+            asked.append((start, max_new_tokens, stop_tokens, pad_token))
+            return torch.tensor([[start, *tokenizer.encode(b), tokenizer.stop] for _, b in texts])
+
+    asked = []
+    task = Translation("toy", pairs, pairs, start=257, stop=258, pad=256, valid=pairs, tokenizer=tokenizer,
+                       references=[b for _, b in texts])
+    scores = task.evaluate(Copy())
+    assert scores["bleu"] == pytest.approx(100) and scores["chrf"] == pytest.approx(100)
+    assert scores["perplexity"] == pytest.approx(259) and asked == [(257, 19, [258], 256)]
+    assert task.evaluate(Copy(), "valid").keys() == {"perplexity"}
+    with pytest.raises(ValueError, match="references must come with a tokenizer"):
+        Translation("toy", pairs, pairs, start=257, stop=258, pad=256, references=["a"])
+
+
+def test_images_put_aside_are_those_that_are_validated_and_no_others_are_missing():
+    x = torch.arange(20.0).view(20, 1, 1, 1)
+    images = Images("x", 2, x, torch.zeros(20, dtype=torch.int64), -1 - x, torch.zeros(20, dtype=torch.int64))
+    task = Classification(images, 0.2)
+    assert task.splits == {"train": 16, "valid": 4, "test": 20} and task.n_train == 16 and task.n_valid == 4
+    seen = {split: {v.item() for v in task.batch(torch.arange(n), split)[0].flatten()} for split, n in
+            task.splits.items()}
+    assert seen["train"] | seen["valid"] == {float(i) for i in range(20)} and not seen["train"] & seen["valid"]
+    assert seen["test"] == {-1.0 - i for i in range(20)}
+    assert torch.equal(Classification(images).batch(torch.arange(20))[0], x)
+
+
+def test_what_counts_is_what_the_mean_loss_is_a_mean_over():
+    """A sum over the batch is count times the mean, so that two halves weighted by count give the whole."""
+    pairs = reversal(9)
+    parts = (torch.zeros(9, 4, 1), torch.zeros(9, 4, dtype=torch.float64), torch.ones(9, 4, dtype=torch.bool))
+    y = torch.arange(9.0)
+    text = torch.arange(50) % 8
+    for task, outputs in (
+        (Translation("toy", pairs, pairs, start=1, stop=2, pad=0), lambda b: torch.randn(*b[1][:, 1:].shape, 8)),
+        (Language("x", text, text, length=5), lambda b: torch.randn(len(b), 5, 8)),
+        (as_task(Images("x", 3, y[:, None, None, None], y.long() % 3, y[:, None, None, None], y.long())),
+         lambda b: torch.randn(len(b[0]), 3)),
+        (as_task(Series("x", (), *parts, y, *parts, y)), lambda b: torch.randn(len(b[0]), 1)),
+    ):
+        assert isinstance(task, Task)
+        whole = task.batch(torch.arange(9))
+        full = outputs(whole).double()
+        total = task.criterion(full, whole) * task.count(whole)
+        halves = [task.batch(rows) for rows in torch.arange(9).split(4)]
+        sums = [task.criterion(full[i * 4:(i + 1) * 4][:, :outputs(half).shape[1]] if full.dim() == 3 else
+                               full[i * 4:(i + 1) * 4], half) * task.count(half) for i, half in enumerate(halves)]
+        assert sum(task.count(half) for half in halves) == task.count(whole)
+        assert sum(sums).item() == pytest.approx(total.item(), rel=1e-6), task.name
+    assert isinstance(as_task(Series("x", (), *parts, y, *parts, y)), SeriesPrediction)
 
 
 @pytest.mark.parametrize("make", [

@@ -15,8 +15,9 @@ import odeformer
 from odeformer.cli import main
 from odeformer.data import DATA
 from odeformer.files import write_atomically, write_json
+from odeformer.metrics import accuracy
 from odeformer.schedules import SCHEDULES
-from odeformer.train import TrainConfig, accuracy
+from odeformer.train import TrainConfig
 
 TINY = ["--d-model", "8", "--heads", "2", "--layers", "2", "--batch-size", "16", "--checkpoint-every", "3",
         "--dropout", "0.1", "--solver", "midpoint"]
@@ -73,7 +74,10 @@ def test_an_interrupt_leaves_a_readable_checkpoint_and_results(number, tmp_path)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     results = json.loads((tmp_path / "results.json").read_text())
     assert state["step"] == len(results["rows"]) >= 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint.pt", "results.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint.previous.pt", "checkpoint.pt", "config.toml",
+                                                         "results.json", "train.csv"]
+    lines = (tmp_path / "train.csv").read_text().splitlines()
+    assert lines[0].startswith("step,loss,nfe,") and len(lines) == state["step"] + 1
 
 
 def test_training_learns(tmp_path, capsys):
@@ -85,7 +89,8 @@ def test_training_learns(tmp_path, capsys):
     assert f"test accuracy {score:.4f}" in capsys.readouterr().out
     assert main(["evaluate", str(tmp_path), "--solvers", "euler", "rk4:2", "dopri5"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in table] == ["solver", "euler", "rk4", "dopri5"]
+    assert [line.split()[0] for line in table[:4]] == ["solver", "euler", "rk4", "dopri5"]
+    assert "solver invariance 0." in table[4] and "against dopri5" in table[4]
     assert table[1].split()[3] == f"{score:.4f}" and table[2].split()[1:3] == ["2", "8"]
 
 

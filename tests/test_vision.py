@@ -262,7 +262,7 @@ def test_a_state_of_another_grid_needs_to_be_told_so():
 # solvers, files, gradients
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", [name for name in SOLVERS if name != "equilibrium"])  # it needs injection
 def test_every_solver_integrates_images(solver):
     for position in ("sinusoidal", "rope"):
         model = tiny(position=position, coupling="parallel").with_solver(solver)

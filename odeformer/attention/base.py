@@ -8,7 +8,7 @@ overrides ``attend``, which computes the same without making them where it can.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -173,6 +173,18 @@ QK_NORMS = {
 }
 
 
+PROJECTIONS = ("query", "key", "value", "output")
+
+
+def with_bias(bias: bool | Sequence[str]) -> Sequence[str]:
+    """Which projections have a bias. Raises ValueError for another name."""
+    if isinstance(bias, bool):
+        return PROJECTIONS if bias else ()
+    if isinstance(bias, str) or any(name not in PROJECTIONS for name in bias):
+        raise ValueError(f"bias must be True, False or some of {', '.join(PROJECTIONS)}, got {bias!r}")
+    return bias
+
+
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
     """The norm in its weights' dtype, which under autocast is not that of x."""
     return x if isinstance(norm, nn.Identity) else norm(x.to(norm.weight.dtype)).to(x.dtype)
@@ -184,13 +196,14 @@ class Attention(nn.Module):
     ``n_kv_heads``: heads of key and value, each serving n_heads / n_kv_heads queries (grouped-query attention, Ainslie
     et al. 2023; 1 is multi-query, Shazeer 2019). ``qk_norm``: "none", "rms" or "layer", a norm over head_dim of
     queries and keys (Henry et al. 2020; Dehghani et al. 2023). ``window``: token i sees j where |i - j| < window, at a
-    cost of tokens x window; None: all. ``bias``: whether the projections have one.
+    cost of tokens x window; None: all. ``bias``: whether the projections have one, or which of them, such as
+    ("query", "key", "value").
 
     Raises ValueError where d_model is not a multiple of n_heads, or n_heads not one of n_kv_heads.
     """
 
     def __init__(self, d_model: int, n_heads: int, *, n_kv_heads: int | None = None, qk_norm: str = "none",
-                 window: int | None = None, bias: bool = True):
+                 window: int | None = None, bias: bool | Sequence[str] = True):
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         for name, value in (("d_model", d_model), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
@@ -205,10 +218,11 @@ class Attention(nn.Module):
         if qk_norm not in QK_NORMS:
             raise ValueError(f"qk_norm must be one of {', '.join(QK_NORMS)}, got {qk_norm!r}")
         self.n_heads, self.n_kv_heads, self.head_dim, self.window = n_heads, n_kv_heads, d_model // n_heads, window
-        self.query = nn.Linear(d_model, d_model, bias=bias)
-        self.key = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias)
-        self.value = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias)
-        self.output = nn.Linear(d_model, d_model, bias=bias)
+        biased = with_bias(bias)
+        self.query = nn.Linear(d_model, d_model, bias="query" in biased)
+        self.key = nn.Linear(d_model, n_kv_heads * self.head_dim, bias="key" in biased)
+        self.value = nn.Linear(d_model, n_kv_heads * self.head_dim, bias="value" in biased)
+        self.output = nn.Linear(d_model, d_model, bias="output" in biased)
         self.query_norm, self.key_norm = (QK_NORMS[qk_norm](self.head_dim) for _ in range(2))
 
     asks_for_plain_keys = False  # whether ``Pairs.plain`` holds the keys before rotary positions

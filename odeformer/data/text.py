@@ -60,12 +60,16 @@ def read_text(path: str | Path) -> str:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    data = path.read_bytes()
+    return decoded(path.read_bytes(), path)
+
+
+def decoded(data: bytes, path: object) -> str:
+    """The UTF-8 text in data, which path holds; raises as above."""
     try:
         text = data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start} "
                          f"({error.reason}); convert the file, for example with iconv") from error
     if not text:
-        raise ValueError(f"{path} is empty")
+        raise ValueError(f"{path} is empty: give a file with text in it, or leave it out")
     return text

@@ -29,6 +29,7 @@ from odeformer.depth import (
 )
 from odeformer.fusion import make_fusion
 from odeformer.init import INITIALIZERS
+from odeformer.injection import check_equilibrium, inject
 from odeformer.layer_drop import draw
 from odeformer.masks import check_mask
 from odeformer.norms import make_norm
@@ -86,6 +87,7 @@ class DepthModel(nn.Module):
         check_coupling(solver, look_up(COUPLINGS, block.coupling, "coupling"), depth.gradient)
         check_dropout(solver, block.dropout, block.dropout_per, depth.gradient)
         check_depth(solver, depth, self.fusion, config.n_layers)
+        check_equilibrium(solver, depth, config.n_layers)
         check_rows(solver, block.dropout > 0 or (depth.layer_drop > 0 and depth.layer_drop_per == "sample"))
         check_fusion(self.fusion, solver, depth, config.n_layers)
         check_routing(solver, block.feedforward_options.get("routing"), depth.gradient)
@@ -141,6 +143,7 @@ class DepthModel(nn.Module):
         check_memory(self.cross, z, memory, memory_mask)
         if mask is not None:
             check_mask(mask, z.shape[:2])
+            z = z.masked_fill(~mask.unsqueeze(-1), 0)
         return self._field(z, mask, None, None, memory, memory_mask)[0]
 
     def _field(self, z: Tensor, mask: Tensor | None, reading: CachePass | None, rotary: Rotary | None,
@@ -157,7 +160,8 @@ class DepthModel(nn.Module):
         if block.feedforward_options.get("routing") == "step":
             context.routing.step = 0
         inner = context if self.fusion is None else self.fusion.context(context)
-        return self.layers.field(block.coupling, inner), context
+        field = self.layers.field(block.coupling, inner)
+        return (inject(field, z, keep) if depth.injection else field), context
 
     def with_solver(self, solver: Any, **options: Any) -> Self:
         """The same parameters under another solver, a name or an object.
@@ -185,12 +189,20 @@ class DepthModel(nn.Module):
         other._modules, other._parameters = dict(self._modules), dict(self._parameters)
         other.config = replace(self.config, depth=replace(self.config.depth, solver=solver, **depth))
         other._modules.pop("solver", None)
-        same = isinstance(solver, str) and solver == self.config.depth.solver and not extra
+        own = self.config.depth
+        same = isinstance(solver, str) and solver == own.solver and extra in ({}, dict(own.solver_options))
         other.solver = self.solver if same and isinstance(self.solver, nn.Module) else other._make_solver()
         other._check_solver(other.solver)
         if isinstance(other.solver, nn.Module):
             other.solver.to(next(self.layers.parameters()).device)
         return other
+
+    def parameter_report(self, n_tokens: int | None = None) -> Any:
+        """Parameters, NFE of a pass and multiply-adds a token, beside the plain Transformer of this width and depth:
+        see ``odeformer.accounting``."""
+        from odeformer.accounting import parameter_report
+
+        return parameter_report(self, n_tokens)
 
     def save(self, folder: str | Path) -> None:
         """Write model.safetensors and config.json into folder (made if missing)."""

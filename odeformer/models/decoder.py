@@ -14,9 +14,19 @@ from odeformer.models.text import TextConfig, TextModel
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(TextConfig):
-    """As TextConfig; ``tie_embeddings``: the head uses the token embedding's matrix."""
+    """As TextConfig; ``tie_embeddings``: the head uses the token embedding's matrix. ``head_bias``: whether it has a
+    bias. ``with_head``: False for a model that gives its states after the final norm."""
 
     tie_embeddings: bool = False
+    head_bias: bool = False
+    with_head: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("tie_embeddings", "head_bias"):
+            if getattr(self, name) and not self.with_head:
+                raise ValueError(f"{name} is for a model with a head, and with_head is False")
+        if self.tie_embeddings and self.embedding.width is not None:
+            raise ValueError(f"tie_embeddings needs embeddings of the width d_model, got width {self.embedding.width}")
 
 
 class Decoder(TextModel):
@@ -26,14 +36,26 @@ class Decoder(TextModel):
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)
-        self.head = nn.Linear(config.block.d_model, config.vocab_size, bias=False)
+        self.head = None
+        if not config.with_head:
+            return
+        self.head = nn.Linear(config.block.d_model, config.vocab_size, bias=config.head_bias)
         nn.init.normal_(self.head.weight, std=config.block.d_model**-0.5)
+        if config.head_bias:
+            nn.init.zeros_(self.head.bias)
         if config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
 
     def read_out(self, z: Tensor) -> Tensor:
-        """Logits."""
-        return self.head(self.final_norm(z))
+        """Logits; the normed states where there is no head."""
+        states = self.final_norm(z)
+        return states if self.head is None else self.head(states)
+
+    def check_head(self) -> None:
+        """Raises ValueError where there is no head, and so nothing to choose a token by."""
+        if self.head is None:
+            raise ValueError("this decoder has no head (with_head=False) and gives states, from which no token can be "
+                             "chosen")
 
     def new_cache(self, policy: str | type = "exact", **options: Any) -> Cache:
         """An empty cache, to be passed with each further piece of a text; ``policy`` is a key of CACHES."""
@@ -54,8 +76,10 @@ class Decoder(TextModel):
 
     def generate(self, tokens: Tensor, mask: Tensor | None = None, *, max_new_tokens: int, **options: Any) -> Tensor:
         """Prompt and continuation (batch, tokens + at most max_new_tokens), greedy unless told; see ``generate``."""
+        self.check_head()
         return generate(self, tokens, mask, max_new_tokens=max_new_tokens, **options)
 
     def stream(self, tokens: Tensor, mask: Tensor | None = None, *, max_new_tokens: int, **options: Any) -> Any:
         """An iterator over the new tokens (batch,), one after the other; options as of ``generate`` without beams."""
+        self.check_head()
         return stream(self, tokens, mask, max_new_tokens=max_new_tokens, **options)

@@ -15,8 +15,10 @@ from odeformer.cache import Cache, make_cache
 from odeformer.depth import DepthConfig, DepthSolution
 from odeformer.generate import evaluating, generate, is_id
 from odeformer.masks import check_mask
+from odeformer.models.base import DepthModel
 from odeformer.models.decoder import Decoder, DecoderConfig
 from odeformer.models.encoder import Encoder, EncoderConfig
+from odeformer.models.text import EmbeddingConfig
 from odeformer.routing import Withheld
 from odeformer.tables import at_least
 
@@ -27,6 +29,7 @@ class Seq2SeqConfig:
 
     ``target_vocab_size``, ``n_decoder_layers``, ``decoder_block``, ``decoder_depth``: None, or the decoder's own.
     ``tie_embeddings``: the head uses the target embedding's matrix; ``share_embeddings``: source and target have one.
+    ``embedding``: of both; ``head_bias``, ``with_head``: see DecoderConfig; ``origin``: see TextConfig.
     """
 
     vocab_size: int
@@ -40,6 +43,10 @@ class Seq2SeqConfig:
     decoder_depth: DepthConfig | None = None
     tie_embeddings: bool = False
     share_embeddings: bool = False
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    head_bias: bool = False
+    with_head: bool = True
+    origin: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("target_vocab_size", "n_decoder_layers"):
@@ -57,7 +64,7 @@ class Seq2SeqConfig:
         n, m = self.n_layers, self.n_decoder_layers or self.n_layers
         block = with_deepnorm(self.block, 0.81 * (n**4 * m) ** (1 / 16), 0.87 * (n**4 * m) ** (-1 / 16))
         return EncoderConfig(vocab_size=self.vocab_size, max_seq_len=self.max_seq_len, n_layers=n, block=block,
-                             depth=self.depth)
+                             depth=self.depth, embedding=self.embedding)
 
     def decoder(self) -> DecoderConfig:
         """The decoder's config."""
@@ -65,7 +72,8 @@ class Seq2SeqConfig:
         block = with_deepnorm(self.decoder_block or self.block, (3 * m) ** (1 / 4), (12 * m) ** (-1 / 4))
         return DecoderConfig(vocab_size=self.target_vocab_size or self.vocab_size, max_seq_len=self.max_seq_len,
                              n_layers=m, block=block, depth=self.decoder_depth or self.depth,
-                             tie_embeddings=self.tie_embeddings)
+                             tie_embeddings=self.tie_embeddings, embedding=self.embedding,
+                             head_bias=self.head_bias, with_head=self.with_head)
 
 
 def with_deepnorm(block: BlockConfig, alpha: float, gain: float) -> BlockConfig:
@@ -127,12 +135,16 @@ class Seq2Seq(nn.Module):
     def __init__(self, config: Seq2SeqConfig):
         super().__init__()
         self.config = config
-        self.encoder = Encoder(config.encoder())
+        self.encoder = self.make_encoder(config)
         self.decoder = CrossDecoder(config.decoder())
         if config.share_embeddings:
             self.decoder.token_embedding.weight = self.encoder.token_embedding.weight
             if config.tie_embeddings:
                 self.decoder.head.weight = self.encoder.token_embedding.weight
+
+    def make_encoder(self, config: Any) -> DepthModel:
+        """The encoder."""
+        return Encoder(config.encoder())
 
     @property
     def final_norm(self) -> nn.Module:
@@ -184,6 +196,7 @@ class Seq2Seq(nn.Module):
         ``start``: the token that targets begin with, or beginnings (batch, tokens), with ``start_mask`` where they are
         padded on the left.
         """
+        self.decoder.check_head()
         self.encoder.check(source, source_mask, names=("source", "source_mask"))
         vocab_size = self.decoder.config.vocab_size
         if is_id(start, vocab_size):
@@ -202,7 +215,7 @@ class Seq2Seq(nn.Module):
         """The same parameters under another solver, in "both" parts or the "encoder" or the "decoder" alone."""
         if part not in ("both", "encoder", "decoder"):
             raise ValueError(f"part must be 'both', 'encoder' or 'decoder', got {part!r}")
-        other = Seq2Seq.__new__(Seq2Seq)
+        other = type(self).__new__(type(self))
         nn.Module.__init__(other)
         other.training = self.training
         changed = {"both": ("encoder", "decoder")}.get(part, (part,))
@@ -211,6 +224,12 @@ class Seq2Seq(nn.Module):
             setattr(other, name, model.with_solver(solver, **options) if name in changed else model)
         other.config = replace(self.config, depth=other.encoder.config.depth, decoder_depth=other.decoder.config.depth)
         return other
+
+    def parameter_report(self, n_tokens: int | None = None) -> Any:
+        """As of other models, for both parts together and for each; see ``odeformer.accounting``."""
+        from odeformer.accounting import parameter_report
+
+        return parameter_report(self, n_tokens)
 
     def save(self, folder: str | Path) -> None:
         """Write model.safetensors and config.json into folder (made if missing)."""

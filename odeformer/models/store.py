@@ -16,18 +16,20 @@ from odeformer.models.decoder import Decoder, DecoderConfig
 from odeformer.models.encoder import Encoder, EncoderConfig
 from odeformer.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from odeformer.models.series import SeriesConfig, SeriesEncoder
+from odeformer.models.speech import SpeechConfig, SpeechSeq2Seq
+from odeformer.models.text import EmbeddingConfig
 from odeformer.models.vision import VisionConfig, VisionEncoder
 from odeformer.tables import look_up
 
 MODELS = {"encoder": Encoder, "decoder": Decoder, "seq2seq": Seq2Seq, "vision": VisionEncoder,
-          "series": SeriesEncoder}
+          "series": SeriesEncoder, "speech": SpeechSeq2Seq}
 CONFIGS = {"encoder": EncoderConfig, "decoder": DecoderConfig, "seq2seq": Seq2SeqConfig, "vision": VisionConfig,
-           "series": SeriesConfig}
+           "series": SeriesConfig, "speech": SpeechConfig}
 
 
 def to_dict(config: Any, path: str = "config") -> Any:
     """A config as plain values. Raises ValueError for an own class or object, which JSON cannot hold."""
-    if type(config) in (BlockConfig, DepthConfig, *CONFIGS.values()):
+    if type(config) in (BlockConfig, DepthConfig, EmbeddingConfig, *CONFIGS.values()):
         return {f.name: to_dict(getattr(config, f.name), f"{path}.{f.name}") for f in fields(config)}
     if isinstance(config, Mapping):
         return {str(key): to_dict(value, f"{path}.{key}") for key, value in config.items()}
