@@ -14,7 +14,8 @@ from odeformer.feedforward import FEEDFORWARD
 from odeformer.routing import GATES, Visit, serve_in_order
 
 WIDTH, HIDDEN = 6, 8
-PLAIN = {"relu": F.relu, "gelu": F.gelu}
+PLAIN = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
+         "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))}
 GATED = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu}
 
 

@@ -328,7 +328,7 @@ def test_what_cannot_be_measured_is_refused_with_the_reason():
     _, bare = model(torch.randint(VOCAB, (2, LENGTH)), return_solution=True, save_states=False)
     for name in (*ON_A_PATH, "transport"):
         wrong(lambda name=name: penalty(name, model, bare), ValueError, "states", "save_states=True")
-    held = tiny(solver="equilibrium", weights="shared")
+    held = tiny(solver="equilibrium", weights="shared", injection=True)
     solution = SimpleNamespace(states=torch.zeros(2, 1, 1, 4), depths=[0.0, 3.0], field=linear, mask=None)
     for name in ON_A_PATH:
         wrong(lambda name=name: penalty(name, held, solution), ValueError, "equilibrium", "no path")
