@@ -33,8 +33,9 @@ _WHERE = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_WHERE)
 
 
-_MODULES = ("experts", "growth", "hypersolver", "init", "metrics", "norms", "optim", "plots", "positions",
-            "pretrained", "refit", "regularizers", "schedules", "settings", "tasks", "tokenizers", "train")
+_MODULES = ("diagnostics", "experts", "growth", "hypersolver", "init", "metrics", "norms", "optim", "plots",
+            "positions", "pretrained", "refit", "regularizers", "schedules", "settings", "tasks", "tokenizers",
+            "train")
 
 
 def __getattr__(name: str) -> object:

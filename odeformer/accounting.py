@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from odeformer.attention.base import Attention
-from odeformer.block import Block
+from odeformer.block import Block, Sublayer
+from odeformer.generate import evaluating
+from odeformer.models.base import to_be_filled
 from odeformer.tables import at_least
 
 
@@ -29,9 +32,10 @@ def _show(value: Any) -> str:
 
 def parameter_report(model: nn.Module, n_tokens: int | None = None) -> ParameterReport:
     """A mapping: ``parameters`` (those of the layers alone in ``layer_parameters``), ``nfe`` of a pass (None for a
-    solver that chooses its steps), ``multiply_adds`` a token of a pass over ``n_tokens`` tokens (max_seq_len if not
-    given): of the matrices that it goes through, in every evaluation, of scores and weighted values against all
-    n_tokens, and of the head. ``plain``: the same for a textbook Transformer of this width, depth and kind of layer.
+    solver whose work depends on the input), ``multiply_adds`` a token of a pass over ``n_tokens`` tokens (if not given
+    max_seq_len, or an image's): of the matrices that it goes through, in every evaluation, of scores and weighted
+    values against all n_tokens, and of the head. ``plain``: the same for a textbook Transformer of this width, depth
+    and kind of layer.
 
     Not counted: embeddings, norms, activations, and what θ(l) takes to be made, once for each depth of a pass.
     """
@@ -39,19 +43,23 @@ def parameter_report(model: nn.Module, n_tokens: int | None = None) -> Parameter
         return _both(model, n_tokens)
     config = model.config
     if n_tokens is None:
-        n_tokens = getattr(config, "max_seq_len", None) or getattr(model, "n_tokens", None)
+        n_tokens = getattr(config, "max_seq_len", None) or getattr(config, "n_tokens", None)
     if n_tokens is None:
         raise ValueError("n_tokens must be given for a model without a max_seq_len")
     at_least("n_tokens", n_tokens, 1)
     block = model.layers[0]
-    one, nfe = block_multiply_adds(block, n_tokens), evaluations(model)
+    costs = part_multiply_adds(block, n_tokens)
+    with to_be_filled(), evaluating(model):  # which leave the random state alone
+        counts, nfe = evaluations(model)
+        lone = _count(type(block)(config.block, config.n_layers, cross=model.cross)) * config.n_layers
     layers = _count(model.layers)
-    others, head = _count(model) - layers, head_multiply_adds(model)
-    lone = _count(type(block)(config.block, config.n_layers, cross=model.cross)) * config.n_layers
+    others, head = _count(model) - layers, head_multiply_adds(model, n_tokens)
+    one = sum(costs.values())
+    spent = None if counts is None else sum(counts[name] * cost for name, cost in costs.items())
     plain = {"parameters": lone + others, "layer_parameters": lone, "nfe": config.n_layers,
              "multiply_adds": config.n_layers * one + head}
     return ParameterReport(parameters=layers + others, layer_parameters=layers, nfe=nfe,
-                           multiply_adds=None if nfe is None else round(nfe * one) + head, n_tokens=n_tokens,
+                           multiply_adds=None if spent is None else spent + head, n_tokens=n_tokens,
                            plain=plain)
 
 
@@ -70,27 +78,45 @@ def _sum(reports: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: None if None in column else sum(column) for name, column in values.items()}
 
 
-def evaluations(model: nn.Module) -> int | float | None:
-    """NFE of a pass, from one of a single token; None for a solver whose steps depend on the input."""
-    if model.solver.is_adaptive:
-        return None
+def evaluations(model: nn.Module) -> tuple[dict[str, int] | None, int | float | None]:
+    """How often a pass evaluates each sublayer, and its NFE, from a pass of a single token; None for a solver whose
+    work depends on the input."""
+    if model.solver.is_adaptive or model.solver.is_implicit:
+        return None, None
     p = next(model.layers.parameters())
     z = torch.zeros(1, 1, model.config.block.d_model, device=p.device, dtype=p.dtype)
     memory = {"memory": z} if model.cross else {}
-    with torch.no_grad():
-        return model.evolve(z, **memory).nfe
+    counts: Counter[str] = Counter()
+    hooks = [part.core.register_forward_pre_hook(lambda core, inputs, name=name: counts.update([name]))
+             for block in model.layers for name, part in parts_of(block).items()]
+    try:
+        with torch.no_grad():
+            nfe = model.evolve(z, **memory).nfe
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counts, nfe
 
 
-def block_multiply_adds(block: Block, n_tokens: int) -> int:
-    """Of one evaluation of a layer, for a token among n_tokens."""
+def parts_of(block: Block) -> dict[str, Sublayer]:
+    """A block's sublayers by name."""
+    return {name: child for name, child in block.named_children() if isinstance(child, Sublayer)}
+
+
+def part_multiply_adds(block: Block, n_tokens: int) -> dict[str, int]:
+    """Of one evaluation of each sublayer of a layer, for a token among n_tokens."""
+    return {name: _multiply_adds(part, n_tokens) for name, part in parts_of(block).items()}
+
+
+def _multiply_adds(part: Sublayer, n_tokens: int) -> int:
     total = 0
-    for module in block.modules():
+    for module in part.modules():
         if isinstance(module, nn.Linear):
             total += module.weight.numel()
         elif isinstance(module, Attention):
             total += 2 * _seen(module, n_tokens) * module.n_heads * module.head_dim
         for name in getattr(module, "stacked", ()):
-            total += _active(block, getattr(module, name))
+            total += _active(part, getattr(module, name))
     return total
 
 
@@ -99,18 +125,20 @@ def _seen(attention: Attention, n_tokens: int) -> int:
     return n_tokens if window is None else min(n_tokens, 2 * window - 1)
 
 
-def _active(block: Block, stack: Tensor) -> int:
+def _active(part: Sublayer, stack: Tensor) -> int:
     """Of a stack of experts' matrices: those of the top_k that serve a token."""
-    router = getattr(block.feedforward.core, "router", None)
+    router = getattr(part.core, "router", None)
     top_k = getattr(router, "top_k", None) or stack.shape[0]
     return top_k * stack[0].numel()
 
 
-def head_multiply_adds(model: nn.Module) -> int:
-    """Of the linear maps that every token goes through behind the layers."""
+def head_multiply_adds(model: nn.Module, n_tokens: int) -> int:
+    """Of the linear maps behind the layers, a token: those of a head that reads all tokens at once are shared among
+    them, rounded up."""
     head = getattr(model, "head", None)
     modules = head.modules() if isinstance(head, nn.Module) else ()
-    return sum(module.weight.numel() for module in modules if isinstance(module, nn.Linear))
+    total = sum(module.weight.numel() for module in modules if isinstance(module, nn.Linear))
+    return -(-total // n_tokens) if hasattr(model.config, "image_size") else total
 
 
 def _count(module: nn.Module) -> int:

@@ -18,6 +18,7 @@ from odeformer.attention.base import Attention
 from odeformer.context import Context
 from odeformer.feedforward import FEEDFORWARD
 from odeformer.norms import NORMS
+from odeformer.own import own
 from odeformer.tables import at_least, build, look_up, probability
 
 
@@ -249,4 +250,5 @@ COUPLINGS = {
 
 def block_field(block: Block, coupling: str | type, context: Context, layer: int = 0) -> Sum:
     """The vector field of a block in a forward pass, as the given layer."""
-    return look_up(COUPLINGS, coupling, "coupling")([Part(sublayer, context, layer) for sublayer in block.sublayers])
+    sublayers = map(own, block.sublayers) if context.replayed else block.sublayers
+    return look_up(COUPLINGS, coupling, "coupling")([Part(sublayer, context, layer) for sublayer in sublayers])

@@ -62,6 +62,11 @@ class LayeredField:
     def __init__(self, pieces: list[tuple[float, float, Any]]):
         self.pieces = pieces
 
+    @property
+    def kinks(self) -> tuple[float, ...]:
+        """Depths inside the pieces at which a derivative of theirs jumps."""
+        return tuple(l for start, stop, f in self.pieces for l in getattr(f, "kinks", ()) if start < l < stop)
+
     def __call__(self, z: Any, l: Any) -> Any:
         """The piece that holds l; at a boundary the one that begins there."""
         at = float(l)

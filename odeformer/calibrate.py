@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from odeformer.depth import ErrorProfile, solve, taking_turns
+from odeformer.models.base import DepthModel
 from odeformer.models.seq2seq import Seq2Seq
+from odeformer.refit import parts_of
 from odeformer.tables import at_least, finite
 
 MOST = 512  # steps a layer, at which the search for a target error ends
@@ -51,7 +53,11 @@ def calibrate(model: nn.Module, *inputs: Any, error: float | None = None, nfe: i
         finite("error", error, above=0)
     else:
         at_least("nfe", nfe, 1)
-    parts = {"encoder": model.encoder, "decoder": model.decoder} if isinstance(model, Seq2Seq) else {"": model}
+    if not isinstance(model, DepthModel | Seq2Seq):
+        raise TypeError(f"model must be a model of this package with layers, got {type(model).__name__}")
+    if "return_solution" in options:
+        raise TypeError("return_solution is not an option of calibrate, which asks for the Solution itself")
+    parts = parts_of(model)
     for part in parts.values():
         solver = part.solver
         if solver.is_adaptive or getattr(solver, "to_equilibrium", False):
@@ -77,7 +83,7 @@ def calibrate(model: nn.Module, *inputs: Any, error: float | None = None, nfe: i
 def _calibrate(model: nn.Module, solution: Any, error: float | None, nfe: int | None) -> dict[str, Any]:
     run = _Run(model, solution)
     n = run.steps_for(nfe) if nfe is not None else run.fewest(error)
-    grid = run.profile.grid(n)
+    grid = run.grid(n)
     return {"grid": tuple(grid), "nfe": run.solve(grid=grid).nfe, "error": run.error(grid=grid),
             "uniform_error": run.error(n_steps=n) if n % run.n_pieces == 0 else math.nan}
 
@@ -96,8 +102,9 @@ class _Run:
         resolution = torch.finfo(self.z0.dtype).eps
         self.exact = solve(self.f, self.z0, span=(0.0, self.n_layers), solver="dopri8", mask=self.mask,
                            breakpoints=self.kinks, rtol=max(1e-8, 20 * resolution), atol=max(1e-8, 20 * resolution)).z
-        self.profile = ErrorProfile.of(self.f, self.z0, span=(0.0, self.n_layers), solver="dopri5", mask=self.mask,
-                                       rtol=None, atol=None, fine=True, breakpoints=None, max_nfe=None)
+        self.profiles = [ErrorProfile.of(self.f, self.z0, span=(0.0, self.n_layers), solver="dopri5", mask=self.mask,
+                                         rtol=None, atol=None, fine=True, breakpoints=at, max_nfe=None)
+                         for at in ([self.kinks, None] if self.kinks else [None])]
 
     def solve(self, **amounts: Any) -> Any:
         """With the model's solver."""
@@ -108,31 +115,37 @@ class _Run:
         z = self.solve(**amounts).z
         real = torch.ones_like(z[..., :1]) if self.mask is None else self.mask.unsqueeze(-1).to(z.dtype)
         off, size = (((x * real).flatten(1).norm(dim=1)) for x in (z - self.exact, self.exact))
-        return (off / size).max().item()
+        return torch.where(size > 0, off / size, off).max().item()  # a row of padding alone stands still
+
+    def grid(self, n: int) -> list[float]:
+        """n steps with equal errors; kinks of θ(l) are among their ends where there are steps enough."""
+        profile = next((p for p in self.profiles if len(p.cells) <= n), self.profiles[-1])
+        return profile.grid(n)
 
     def steps_for(self, nfe: int) -> int:
         """The most steps that take no more than nfe evaluations."""
-        one, two = (self.solve(n_steps=k * self.n_pieces).nfe for k in (1, 2))
+        n, one = self.n_pieces, self.solve(n_steps=self.n_pieces).nfe
         if one > nfe:
             raise ValueError(f"nfe must be at least {one:g}, what one step of {self.name!r} in each of {self.n_pieces} "
                              f"pieces of depth takes; got {nfe}")
-        n = self.n_pieces + int((nfe - one) * self.n_pieces / (two - one))
-        while n > self.n_pieces and self.solve(grid=self.profile.grid(n)).nfe > nfe:
-            n -= 1
-        return n
+        low, high = n, max(n + 1, nfe + 1)  # no step of any method is free
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.solve(grid=self.grid(middle)).nfe <= nfe else (low, middle)
+        return low
 
     def fewest(self, error: float) -> int:
         """The fewest steps with at most this error: by doubling, then halving the gap."""
         low, high = self.n_pieces - 1, self.n_pieces
-        while self.error(grid=self.profile.grid(high)) > error:
+        while not self.error(grid=self.grid(high)) <= error:
             low, high = high, 2 * high
             if high > MOST * self.n_layers:
-                left = self.error(grid=self.profile.grid(low))
+                left = self.error(grid=self.grid(low))
                 raise ValueError(f"error {error:g} is not reached by {self.name!r} in {MOST} steps a layer (it is "
                                  f"{left:.2g} at {low} steps): ask for less, take a solver of higher order, or a state "
                                  "in float64")
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.error(grid=self.profile.grid(middle)) <= error else (middle, high)
+            low, high = (low, middle) if self.error(grid=self.grid(middle)) <= error else (middle, high)
         return high
 

@@ -24,7 +24,7 @@ class Context:
     or a tensor (batch, 1, 1): layer drop; None where all is kept. ``cache``: holds keys and values of earlier tokens.
     ``memory`` (batch, source, d_model) and ``memory_mask``: what cross-attention attends to.
     ``routing``: what experts report. ``moving``: whether weights are functions of l, not the same in all evaluations of
-    a layer.
+    a layer. ``replayed``: whether the field is evaluated again on the way back.
     """
 
     mask: Tensor | None = None
@@ -38,6 +38,7 @@ class Context:
     memory_mask: Tensor | None = None
     routing: RoutingLog = field(default_factory=lambda: RoutingLog())
     moving: bool = False
+    replayed: bool = False
     _drops: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def attention(self, layer: int) -> dict[str, Any]:

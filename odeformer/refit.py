@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from odeformer.models.base import DepthModel, to_be_filled
 from odeformer.models.seq2seq import Seq2Seq
 from odeformer.rebuild import carry_over
 from odeformer.smooth_weights import Expansion, Hyper, LowRank, Modulated
+from odeformer.tables import at_least, finite
 
 Sample = Callable[[float], Mapping[str, Tensor]]  # l -> tensors by name
 SIZES = ("n_knots", "n_basis")  # the options that say how many coefficients there are
@@ -65,10 +67,10 @@ def fit(model: nn.Module, weights: str, *, at: float | None = None, **weights_op
     """
     _check(model)
     if at is None:
-        at = 0.0 if getattr(_solver_of(model), "order", 2) < 2 else 0.5
-    if not 0 <= at < 1:
+        at = 0.0 if getattr(next(iter(parts_of(model).values())).solver, "order", 2) < 2 else 0.5
+    if not finite("at", at, least=0) < 1:
         raise ValueError(f"at must be a place in a layer, from 0 to below 1, got {at!r}")
-    return _refit(model, {"weights": weights, "weights_options": weights_options}, at)
+    return _refit(model, lambda part: {"weights": weights, "weights_options": weights_options}, at)
 
 
 def _resize(model: nn.Module, n_knots: int | None, n_basis: int | None, fits: Callable[[int, int], bool],
@@ -77,16 +79,29 @@ def _resize(model: nn.Module, n_knots: int | None, n_basis: int | None, fits: Ca
     if len(given) != 1:
         raise ValueError(f"one of {' and '.join(SIZES)} must be given, got {given}")
     (name, n), = given.items()
+    at_least(name, n, 1)
     _check(model)
-    depth = (model.encoder if isinstance(model, Seq2Seq) else model).config.depth
-    for part in (model.encoder, model.decoder) if isinstance(model, Seq2Seq) else (model,):
-        layers = part.layers
+    for which, part in parts_of(model).items():
+        kind, layers = part.config.depth.weights, part.layers
         if isinstance(layers, Hyper | Modulated):
-            raise ValueError(f"weights {depth.weights!r} have a network in place of a basis; it cannot be resized")
+            raise ValueError(f"weights {kind!r} have a network in place of a basis; it cannot be resized")
+        if name not in inspect.signature(type(layers)).parameters:
+            raise ValueError(f"weights {kind!r}{which and f' of the {which}'} have no {name}")
         size = layers.basis.size if hasattr(layers, "basis") else len(layers)
         if not fits(size, n):
             raise ValueError(f"{name} must be {words} what the model has, {size}; got {n}")
-    return _refit(model, {"weights_options": {**depth.weights_options, name: n}}, None)
+
+    def change(part: DepthModel) -> dict[str, Any]:
+        return {"weights_options": {**part.config.depth.weights_options, name: n}}
+
+    return _refit(model, change, None)
+
+
+def parts_of(model: nn.Module) -> dict[str, DepthModel]:
+    """The models that a model is made of, by name; "" for one that is whole."""
+    if isinstance(model, Seq2Seq):
+        return {"encoder": model.encoder, "decoder": model.decoder}
+    return {"": model}
 
 
 def _check(model: nn.Module) -> None:
@@ -94,20 +109,16 @@ def _check(model: nn.Module) -> None:
         raise TypeError(f"model must be a model of this package with layers, got {type(model).__name__}")
 
 
-def _solver_of(model: nn.Module) -> Any:
-    return (model.encoder if isinstance(model, Seq2Seq) else model).solver
-
-
-def _refit(model: nn.Module, changes: dict[str, Any], at: float | None) -> Refit:
+def _refit(model: nn.Module, change: Callable[[DepthModel], dict[str, Any]], at: float | None) -> Refit:
     memo: dict[int, Any] = {}
     with to_be_filled(), torch.no_grad():
-        if not isinstance(model, Seq2Seq):
-            return _refit_one(model, changes, at, memo)
-        encoder, decoder = (_refit_one(part, changes, at, memo) for part in (model.encoder, model.decoder))
-        new = Seq2Seq(replace(model.config, depth=encoder.model.config.depth, decoder_depth=decoder.model.config.depth))
-        new.encoder, new.decoder, new.training = encoder.model, decoder.model, model.training
-        return Refit(new, {f"{name}.{key}": x for name, part in (("encoder", encoder), ("decoder", decoder))
-                           for key, x in part.residuals.items()})
+        done = {name: _refit_one(part, change(part), at, memo) for name, part in parts_of(model).items()}
+        if "" in done:
+            return done[""]
+        encoder, decoder = (done[name].model for name in ("encoder", "decoder"))
+        new = type(model)(replace(model.config, depth=encoder.config.depth, decoder_depth=decoder.config.depth))
+        new.encoder, new.decoder, new.training = encoder, decoder, model.training
+        return Refit(new, {f"{name}.{key}": x for name, part in done.items() for key, x in part.residuals.items()})
 
 
 def _refit_one(model: DepthModel, changes: dict[str, Any], at: float | None, memo: dict) -> Refit:
@@ -124,7 +135,12 @@ def _refit_one(model: DepthModel, changes: dict[str, Any], at: float | None, mem
     if isinstance(new.layers, Hyper | Modulated):
         raise ValueError(f"weights {depth.weights!r} are made by a network, which has to be trained; fit 'linear', "
                          "'spline', 'fourier', 'chebyshev', 'lowrank' or weights that are constant in a layer")
-    return Refit(new, _fill(old, new.layers, at))
+    residuals = _fill(old, new.layers, at)
+    frozen = {name for name, p in old[0].named_parameters() if not p.requires_grad}
+    for block in new.layers:
+        for name, p in block.named_parameters():
+            p.requires_grad_(name not in frozen)
+    return Refit(new, residuals)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,9 @@ def jacobian_frobenius(model: Any, solution: Any, *, n_probes: int = 1) -> Tenso
     """
     at_least("n_probes", n_probes, 1)
     probes: dict[torch.Size, list[Tensor]] = {}
+    if torch.is_inference_mode_enabled():
+        raise ValueError("jacobian_frobenius needs derivatives of f, which torch.inference_mode rules out; use "
+                         "torch.no_grad()")
     wanted = torch.is_grad_enabled()
 
     def density(one: Interval) -> Tensor:

@@ -5,16 +5,11 @@ All start as constants: until trained, such a model computes what one with weigh
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from odeformer.bases import BASES, Basis, Fourier
@@ -23,11 +18,9 @@ from odeformer.blocks import Blocks, LayeredField
 from odeformer.context import Context
 from odeformer.init.matrix import Matrix, matrices
 from odeformer.norms import KINDS
+from odeformer.own import own
 from odeformer.tables import at_least, look_up
-
-At = Callable[[Tensor], dict[str, Tensor]]  # l -> parameters by name
-Columns = Sequence[Sequence[Tensor]]
-KEPT = 8  # depths whose weights a pass keeps for each sublayer: those of a step, not of the whole solve
+from odeformer.theta import At, Remembered, combine, spread
 
 
 class SmoothBlocks(Blocks):
@@ -55,14 +48,15 @@ class SmoothBlocks(Blocks):
 
     def field(self, coupling: str | type, context: Context) -> Any:
         """The field over [0, n_layers]: one piece, where no layer is dropped."""
-        weights = {part: Remembered(self.bind(part), self) for part in self.parts}
+        weights = [(own(getattr(self[0], part)), Remembered(self.bind(part), self)) for part in self.parts]
         if context.keep is None:
             return self._at(coupling, context, 0, weights)
         return LayeredField([(float(i), float(i + 1), self._at(coupling, context, i, weights))
                              for i in range(self.n_layers)])
 
-    def _at(self, coupling: str | type, context: Context, layer: int, weights: dict[str, Remembered]) -> Any:
-        parts = [SmoothPart(getattr(self[0], name), at, context, layer) for name, at in weights.items()]
+    def _at(self, coupling: str | type, context: Context, layer: int,
+            weights: list[tuple[Sublayer, Remembered]]) -> Any:
+        parts = [SmoothPart(sublayer, at, context, layer) for sublayer, at in weights]
         field = look_up(COUPLINGS, coupling, "coupling")(parts)
         field.kinks = self.kinks
         return field
@@ -90,86 +84,11 @@ class SmoothPart:
         return functional_call(self.sublayer, self.weights(l), (z, self.context, self.layer))
 
 
-class Remembered:
-    """l -> weights, made once for each depth of a pass: stages, parts of a step and the way back ask for them again.
-
-    Not where they must be made anew: traced, or with derivatives in l.
-    """
-
-    def __init__(self, at: At, blocks: nn.Module):
-        self.at, self.blocks = at, blocks  # the blocks are here to be found by who looks for parameters
-        self.kept: OrderedDict[tuple, tuple[Tensor, dict[str, Tensor]]] = OrderedDict()
-
-    def __call__(self, l: Tensor) -> dict[str, Tensor]:
-        if l.dim():
-            raise ValueError(f"weights that are functions of l need one depth for the whole batch, got l of shape "
-                             f"{tuple(l.shape)}")
-        if is_followed(l):
-            return self.at(l)
-        depth = l.item() if l.device.type == "cpu" else id(l)
-        key = depth, torch.is_grad_enabled()
-        if key not in self.kept:
-            with apart(l):
-                made = self.at(l)
-            self.kept[key] = l, made  # l is kept, so that its id stays its own
-            self._forget_after_backward(key, made)
-            if len(self.kept) > KEPT:
-                self.kept.popitem(last=False)
-        self.kept.move_to_end(key)
-        return self.kept[key][1]
-
-    def _forget_after_backward(self, key: tuple, made: dict[str, Tensor]) -> None:
-        """A graph that was gone through is no more."""
-        kept = ref(self.kept)  # a tensor's hook must not keep what keeps the tensor
-
-        def forget(grad: Tensor) -> None:
-            if (there := kept()) is not None:
-                there.pop(key, None)
-
-        for x in made.values():
-            if x.grad_fn is not None:
-                x.register_hook(forget)
-
-
-def is_followed(l: Tensor) -> bool:
-    """Whether what depends on l is traced or differentiated in l, so that numbers must not be read off it."""
-    return (torch.compiler.is_compiling() or l.requires_grad or forward_ad._current_level >= 0
-            or torch._C._functorch.maybe_current_level() is not None)
-
-
-def apart(l: Tensor) -> ExitStack:
-    """Make weights as if nothing around were there: in full precision, and with what is saved for backward left alone,
-    as checkpointing counts that, and a step done again may find weights that are there already."""
-    stack, kind = ExitStack(), l.device.type
-    if torch.is_autocast_enabled(kind):
-        stack.enter_context(torch.autocast(kind, enabled=False))
-    if torch.is_grad_enabled() and torch._C._autograd._saved_tensors_hooks_is_enabled():
-        stack.enter_context(saved_tensors_hooks(lambda x: x, lambda x: x))
-    return stack
-
-
-def spread(basis: Callable[[Tensor], Tensor], l: Tensor) -> list[tuple[int, float | Tensor]]:
-    """(k, φ_k(l)): plain numbers and no zeros where they can be read without waiting, else 0-d tensors."""
-    values = basis(l)
-    if l.device.type == "cpu" and not values.requires_grad and not is_followed(l):
-        return [(k, w) for k, w in enumerate(values.tolist()) if w]
-    return list(enumerate(values.unbind()))
-
-
-def combine(weights: Sequence[tuple[int, float | Tensor]], columns: Columns) -> list[Tensor]:
-    """Σ w_k column_k, for every tensor of a column."""
-    (first, w), *rest = weights
-    if not columns[first]:
-        return []
-    if isinstance(w, Tensor):
-        return [sum((v * x[k] for k, v in rest), w * x[first])
-                for x in zip(*columns, strict=True)]
-    if not rest and w == 1:
-        return list(columns[first])
-    total = torch._foreach_mul(columns[first], w)
-    for k, v in rest:
-        torch._foreach_add_(total, columns[k], alpha=v)
-    return total
+def expand(blocks: SmoothBlocks, basis: Callable[[Tensor], Tensor], part: str) -> At:
+    """l -> Σ φ_k(l) θ_k of a sublayer's parameters, block k holding θ_k."""
+    tables = [dict(getattr(block, part).named_parameters()) for block in blocks]
+    names, columns = list(tables[0]), [list(table.values()) for table in tables]
+    return lambda l: dict(zip(names, combine(spread(basis, l), columns), strict=True))
 
 
 class Expansion(SmoothBlocks):
@@ -185,9 +104,7 @@ class Expansion(SmoothBlocks):
         return self.basis.kinks
 
     def bind(self, part: str) -> At:
-        tables = [dict(getattr(block, part).named_parameters()) for block in self]
-        names, columns = list(tables[0]), [list(table.values()) for table in tables]
-        return lambda l: dict(zip(names, combine(spread(self.basis, l), columns), strict=True))
+        return expand(self, self.basis, part)
 
     def layer_of(self, block: int) -> int:
         """The layer, from 1, in which the block's node stands."""
@@ -375,13 +292,15 @@ class Modulated(SmoothBlocks):
                 for name, _ in module.named_parameters(recurse=False)]
 
     def bind(self, part: str) -> At:
-        own = [getattr(self[0], part).get_parameter(name) for name in self.names[part]]
-        if not own:
+        if not self.names[part]:
             return lambda l: {}
+        table = dict(getattr(self[0], part).named_parameters())  # get_parameter refuses what functional_call put there
+        start = {name: table[name] for name in self.names[part]}
+        network, last = own(self.embedding), own(self.moves[part])
 
         def at(l: Tensor) -> dict[str, Tensor]:
-            move = self.moves[part](self.embedding(l)).split([p.numel() for p in own])
-            return {name: p + x.view_as(p) for name, p, x in zip(self.names[part], own, move, strict=True)}
+            moves = last(network(l)).split([p.numel() for p in start.values()])
+            return {name: p + x.view_as(p) for (name, p), x in zip(start.items(), moves, strict=True)}
 
         return at
 
@@ -406,13 +325,15 @@ class Hyper(SmoothBlocks):
         self.add_module("embedding", Embedding(n_layers, d_embedding, hidden))
         self.add_module("functions", nn.Linear(hidden, n_basis))
 
-    def basis(self, l: Tensor) -> Tensor:
-        """(1, φ_1(l), ..., φ_n(l))."""
-        values = self.functions(self.embedding(l))
-        return torch.cat([torch.ones_like(values[:1]), values])
-
     def bind(self, part: str) -> At:
-        return Expansion.bind(self, part)
+        network, last = own(self.embedding), own(self.functions)
+
+        def basis(l: Tensor) -> Tensor:
+            """(1, φ_1(l), ..., φ_n(l))."""
+            values = last(network(l))
+            return torch.cat([torch.ones_like(values[:1]), values])
+
+        return expand(self, basis, part)
 
     def settle(self, model: nn.Module) -> None:
         """θ_k = 0 for k > 0."""

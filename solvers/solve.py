@@ -141,7 +141,7 @@ def solve(f: VectorField, z0: State, *, span: tuple = UNIT, solver: str | Solver
         own = {"gradient": gradient} if to_root else {}
         z, states, taken, report = _adapt(solver, pieces, z, depths or (), tolerances, mask, work, whole, params, **own)
         if not to_root:
-            warn_of_jump(pieces, z0, taken["steps"], taken["n_rejected"])
+            warn_of_jump(pieces, z0, taken["steps"], taken["n_rejected"], mask)
     else:
         placed = place(pieces, n_steps, grid)
         depths = _read_save_at(save_at, ends, placed)

@@ -106,7 +106,8 @@ def test_a_grid_comes_along_with_another_solver_and_goes_where_steps_are_given()
     ({"grid": (0.0, 4.0), "weights": "piecewise"}, "whole l"), ({"grid": (0.0, 4.0), "n_steps": 2}, "both"),
     ({"grid": (0.0, 4.0), "solver": "dopri5"}, "fixed-step"), ({"grid": (0.0, 4.0), "layer_drop": 0.1}, "whole l"),
     ({"grid": (0.0, 1.0, 2.0, 3.0, 4.0), "fusion": "mean"}, "fusion"), ({"steer": 1.0}, "steer"),
-    ({"steer": 0.5, "fusion": "mean"}, "fusion"), ({"grid": "even"}, "grid"),
+    ({"steer": 0.5, "fusion": "mean"}, "fusion"), ({"steer": 0.9, "grid": (0.0, 3.5, 4.0)}, "last step"),
+    ({"grid": "even"}, "grid"),
 ])
 def test_wrong_grids_and_ends_are_refused(options, words):
     with pytest.raises((ValueError, TypeError), match=words):
@@ -188,11 +189,31 @@ def test_masks_training_mode_and_both_parts_of_a_translator():
     assert done.model.decoder.config.depth.grid == done.grid[1]
 
 
+def test_a_row_of_padding_alone_and_a_multistep_method():
+    mask = torch.ones(3, LENGTH, dtype=torch.bool)
+    mask[2] = False
+    result = calibrate(stirred(), tokens(3), mask=mask, error=1e-3)
+    assert 0 < result.error <= 1e-3
+    many = calibrate(stirred().with_solver("ab3"), tokens(2), nfe=30)
+    assert 28 <= many.nfe <= 30
+
+
+def test_kinks_stay_known_where_layers_are_dropped_depth_ends_at_random_or_the_input_is_injected():
+    for options in ({"layer_drop": 0.2}, {"steer": 0.3}, {"injection": True}, {}):
+        model = tiny(weights="linear", weights_options={"n_knots": 4}, solver="dopri5", **options).train()
+        kinks = model.evolve(state()).field.kinks
+        assert kinks == pytest.approx((4 / 3, 8 / 3)), options
+
+
 def test_what_cannot_be_calibrated_is_said():
     for options, words in (({}, "one of"), ({"nfe": 8, "error": 0.1}, "one of"), ({"nfe": 3}, "at least 4"),
                            ({"error": 0.0}, "error"), ({"nfe": 2.5}, "nfe")):
         with pytest.raises((ValueError, TypeError), match=words):
             calibrate(stirred(), tokens(1), **options)
+    for call in (lambda: calibrate(torch.nn.Linear(2, 2), tokens(1), nfe=8),
+                 lambda: calibrate(stirred(), tokens(1), nfe=8, return_solution=True)):
+        with pytest.raises(TypeError, match=r"model must|return_solution"):
+            call()
     with pytest.raises(ValueError, match="its own steps"):
         calibrate(tiny(solver="dopri5"), tokens(1), nfe=8)
     with pytest.raises(ValueError, match="not reached"):

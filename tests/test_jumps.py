@@ -30,6 +30,14 @@ def test_a_jump_is_named_with_its_depth(solver, span, at):
     assert float(re.search(r"near l = ([-\d.e]+),", str(caught[0].message))[1]) == pytest.approx(at, abs=2e-3)
 
 
+def test_padding_that_is_nan_hides_no_jump():
+    z = torch.full((2, 4, 3), 0.3, dtype=torch.float64)
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    z[1, 2:], mask[1, 2:] = torch.nan, False
+    with pytest.warns(UserWarning, match="jump"):
+        solvers.solve(relay(0.4137), z, solver="dopri5", rtol=1e-6, atol=1e-8, mask=mask)
+
+
 def test_nothing_is_said_where_breakpoints_are_given_or_f_is_only_steep():
     z = torch.full((3,), 0.3, dtype=torch.float64)
     with warnings.catch_warnings():

@@ -117,7 +117,7 @@ def test_a_region_without_interior_is_a_line_along_the_axis():
 
 
 def test_more_methods_than_colours_stay_distinct():
-    styles = list(itertools.islice(plots._styles(0), 2 * len(plots.COLORS)))
+    styles = list(itertools.islice(plots.looks(0), 2 * len(plots.COLORS)))
     assert len(set(styles)) == len(styles)
 
 

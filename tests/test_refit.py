@@ -130,6 +130,31 @@ def test_ties_heads_and_both_parts_come_along(tmp_path):
     assert torch.equal(odeformer.load(tmp_path)(x, x), done.model.eval()(x, x))
 
 
+def test_each_part_keeps_options_of_its_own():
+    depth = [DepthConfig(weights="lowrank", weights_options={"rank": rank, "n_knots": 2}) for rank in (1, 3)]
+    both = Seq2Seq(Seq2SeqConfig(vocab_size=9, max_seq_len=6, n_layers=4, block=BlockConfig(8, 2), depth=depth[0],
+                                 decoder_depth=depth[1])).double()
+    with torch.no_grad():
+        for p in both.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    new, residuals = refit.prolong(both, n_knots=3)
+    assert new.decoder.config.depth.weights_options == {"rank": 3, "n_knots": 3} and max(residuals.values()) < 1e-10
+    x = torch.arange(6).view(1, 6)
+    assert (new(x, x) - both(x, x)).abs().max() < 1e-10
+    other = Seq2Seq(Seq2SeqConfig(vocab_size=9, max_seq_len=6, n_layers=4, block=BlockConfig(8, 2), depth=depth[0],
+                                  decoder_depth=DepthConfig(weights="chebyshev")))
+    with pytest.raises(ValueError, match="of the decoder"):
+        refit.prolong(other, n_knots=3)
+
+
+def test_what_was_frozen_stays_frozen():
+    model = tiny(weights="linear", weights_options={"n_knots": 3})
+    for block in model.layers:
+        block.attention.requires_grad_(False)
+    new = refit.prolong(model, n_knots=5).model
+    assert {name.split(".")[1] for name, p in new.layers.named_parameters() if not p.requires_grad} == {"attention"}
+
+
 @pytest.mark.parametrize("name", SMOOTH)
 def test_float32_models_are_fitted_in_float64(name):
     model = tiny(weights=name, moved=0.1).float()
@@ -143,6 +168,7 @@ def test_float32_models_are_fitted_in_float64(name):
     (lambda m: refit.prolong(m), "one of"), (lambda m: refit.prolong(m, n_knots=4, n_basis=4), "one of"),
     (lambda m: refit.prolong(m, n_basis=7), "n_basis"), (lambda m: refit.fit(m, "hyper"), "trained"),
     (lambda m: refit.fit(m, "modulated"), "trained"), (lambda m: refit.fit(m, "spline", at=1.5), "at must"),
+    (lambda m: refit.fit(m, "spline", at="0"), "at must"), (lambda m: refit.prolong(m, n_knots="5"), "n_knots"),
     (lambda m: refit.fit(m, "splines"), "spline"), (lambda m: refit.fit(m, "spline", n_knots=3), "n_knots"),
     (lambda m: refit.fit(tiny(n_layers=4), "spline", n_knots=6), "at most 4"),
     (lambda m: refit.prolong(tiny(weights="hyper"), n_basis=9), "network"),

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from scipy.interpolate import BSpline
 from scipy.linalg import expm
 from torch import nn
 
-import odeformer.smooth_weights
+import odeformer.theta
 from odeformer import (
     WEIGHTS,
     BlockConfig,
@@ -26,7 +27,8 @@ from odeformer import (
     VisionEncoder,
 )
 from odeformer.norms import Placement
-from odeformer.smooth_weights import KEPT, SMOOTH
+from odeformer.smooth_weights import SMOOTH
+from odeformer.theta import KEPT
 
 VOCAB, LENGTH, D = 17, 6, 8
 EXPANSIONS = ("linear", "spline", "fourier", "chebyshev")
@@ -370,7 +372,7 @@ def test_gradients_are_those_of_finite_differences(name):
 def made(monkeypatch):
     """(grad mode, l) of every θ(l) that is made, for each sublayer."""
     log = []
-    remembered = odeformer.smooth_weights.Remembered.__init__
+    remembered = odeformer.theta.Remembered.__init__
 
     def init(self, at, blocks):
         def counted(l):
@@ -379,7 +381,7 @@ def made(monkeypatch):
 
         remembered(self, counted, blocks)
 
-    monkeypatch.setattr(odeformer.smooth_weights.Remembered, "__init__", init)
+    monkeypatch.setattr(odeformer.theta.Remembered, "__init__", init)
     return log
 
 
@@ -420,6 +422,57 @@ def test_a_field_can_be_used_again_after_a_backward_pass_through_it():
         solution.field(state(), l).cos().sum().backward()
         grads += [p.grad.clone() for p in model.layers.parameters() if p.grad is not None]
     assert first and all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_passes_in_threads_do_not_see_each_others_weights(name):
+    model = tiny(weights=name, moved=0.2, solver="rk4", n_steps=3)
+    inputs = [state() * (i + 1) for i in range(4)]
+
+    def run(z):
+        with torch.no_grad():
+            return model.evolve(z).z
+
+    wanted = [run(z) for z in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, inputs * 5))
+    assert all(torch.equal(x, wanted[i % 4]) for i, x in enumerate(found))
+
+
+def test_a_field_kept_while_parameters_change_has_the_new_ones_at_every_depth():
+    model = tiny(weights="linear", moved=0.2)
+    f, ls = model.vector_field(state()), [torch.tensor(l, dtype=torch.float64) for l in (1.0, 1.5)]
+    with torch.no_grad():
+        f(state(), ls[0])
+        for p in model.layers.parameters():
+            p.mul_(1.5)
+        assert all(torch.equal(f(state(), l), model.vector_field(state())(state(), l)) for l in ls)
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "reversible"])
+def test_hooks_stay_off_the_tensors_of_the_caller(mode):
+    model = tiny(weights="linear", solver="reversible_midpoint", gradient=mode, n_steps=4)
+    other = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    moved = {name: 1 * p for name, p in other.items()}
+    for _ in range(2):
+        torch.func.functional_call(model, moved, (tokens(),)).sum()
+    assert not any(p._backward_hooks for p in moved.values())
+
+
+@pytest.mark.parametrize("name", EXPANSIONS)
+def test_half_precision_weights_are_summed_in_float32(name):
+    model = tiny(weights=name, moved=0.3)
+    l = torch.tensor(1.37)
+    wanted = model.layers.theta(l.double())
+    half = model.bfloat16().layers
+    exact = tiny(weights=name, moved=0.3)
+    for p, q in zip(exact.layers.parameters(), half.parameters(), strict=True):
+        p.data = q.double()
+    rounded = {key: x.bfloat16() for key, x in exact.layers.theta(l.double()).items()}
+    key = "attention.core.query.weight"
+    assert half.theta(l)[key].dtype == torch.bfloat16
+    off = (half.theta(l)[key].double() - rounded[key].double()).abs() / wanted[key].abs().clamp(min=0.1)
+    assert off.max() <= 2**-7  # one rounding, of a number that float32 may put on the other side of a tie
 
 
 def test_what_is_remembered_does_not_grow_with_depth():
@@ -503,7 +556,7 @@ def test_weights_stay_in_full_precision_under_autocast():
     model.layers.left.requires_grad_(False)
     l = torch.tensor(1.5)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        made = odeformer.smooth_weights.Remembered(model.layers.bind("attention"), model.layers)(l)
+        made = odeformer.theta.Remembered(model.layers.bind("attention"), model.layers)(l)
     assert made["core.query.weight"].dtype == torch.float32
     assert torch.equal(made["core.query.weight"], model.layers.bind("attention")(l)["core.query.weight"])
 
@@ -526,6 +579,8 @@ def test_rows_at_depths_of_their_own_are_refused():
     f = tiny(weights="linear").vector_field(state())
     with pytest.raises(ValueError, match="one depth"):
         f(state(), torch.zeros(2, 1, 1, dtype=torch.float64))
+    with pytest.raises(ValueError, match="0-d tensor"):
+        f(state(), 1.0)
 
 
 @pytest.mark.parametrize(("name", "options", "word"), [

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from odeformer.block import COUPLINGS, Block
 from odeformer.cache import Cache, CachePass
 from odeformer.context import Context
-from odeformer.depth import (
-    DepthConfig,
+from odeformer.depth import DepthConfig, integrate
+from odeformer.depth_checks import (
     check_causal,
     check_coupling,
     check_depth,
@@ -25,7 +25,6 @@ from odeformer.depth import (
     check_fusion,
     check_routing,
     check_rows,
-    integrate,
 )
 from odeformer.fusion import make_fusion
 from odeformer.init import INITIALIZERS
@@ -156,7 +155,8 @@ class DepthModel(nn.Module):
                     training)
         context = Context(mask=mask, causal=self.causal, training=training, rotary=rotary, cache=reading,
                           memory=memory, memory_mask=memory_mask, keep=keep, dropout_per=block.dropout_per,
-                          moving=not self.layers.by_layer)
+                          moving=not self.layers.by_layer,
+                          replayed=depth.gradient != "backprop" and torch.is_grad_enabled())
         if block.feedforward_options.get("routing") == "step":
             context.routing.step = 0
         inner = context if self.fusion is None else self.fusion.context(context)

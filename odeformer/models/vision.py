@@ -66,6 +66,11 @@ class VisionConfig:
         if self.pooler and self.n_classes is not None:
             raise ValueError(f"pooler is for a model that gives its states, got n_classes = {self.n_classes}")
 
+    @property
+    def n_tokens(self) -> int:
+        """Of an image of this size: its patches, and the class token where there is one."""
+        return (self.image_size // self.patch_size) ** 2 + (self.pooling != "mean")
+
 
 class VisionEncoder(DepthModel):
     """Images (batch, channels, height, width) to class logits (batch, n_classes).

@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from odeformer.context import Context
-from odeformer.depth import DepthConfig, check_causal, check_coupling, integrate
+from odeformer.depth import DepthConfig, integrate
+from odeformer.depth_checks import check_causal, check_coupling
 from odeformer.models.base import DepthModel
 from odeformer.pretrained.rules import check_finite, listed
 from odeformer.pretrained.stack import Call, find_stack
