@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ import torch
 from odeformer.files import write_atomically
 
 NEWEST, PREVIOUS, STABLE = "checkpoint.pt", "checkpoint.previous.pt", "checkpoint.stable.pt"
+NAMES = (NEWEST, PREVIOUS, STABLE)
+ADVICE = "make room or mend it, then go on with --resume: the last checkpoint is whole"
 
 
 def writable_folder(folder: str | Path) -> Path:
@@ -34,7 +37,10 @@ def writable_folder(folder: str | Path) -> Path:
         write_atomically(folder / "writable", lambda beside: beside.write_bytes(b"1"))
         (folder / "writable").unlink()
         for half in folder.glob(".*.part"):
-            half.unlink(missing_ok=True)
+            if half.is_dir():
+                shutil.rmtree(half)
+            else:
+                half.unlink(missing_ok=True)
     return folder
 
 
@@ -52,22 +58,27 @@ def write(folder: Path, state: Mapping[str, Any], *, stable: bool = False) -> No
 
     Raises OSError where it cannot be written; those that there are stay.
     """
-    def save(beside: Path) -> None:
-        with open(beside, "wb") as file:
-            try:
-                torch.save(dict(state), file)
-            except RuntimeError as error:  # torch's writer reports a failed write in its own words
-                raise (error.__context__ if isinstance(error.__context__, OSError)
-                       else OSError(str(error).splitlines()[0])) from error
-            file.flush()
-            os.fsync(file.fileno())
+    def put(beside: Path) -> None:
+        save(beside, state)
         if stable:
             link(beside, folder / STABLE)
         if (folder / NEWEST).exists():
             os.replace(folder / NEWEST, folder / PREVIOUS)  # killed here, the previous one is taken up
 
-    with explained(folder, "make room or mend it, then go on with --resume: the last checkpoint is whole"):
-        write_atomically(folder / NEWEST, save)
+    with explained(folder, ADVICE):
+        write_atomically(folder / NEWEST, put)
+
+
+def save(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a state into a file, to the disk. Raises OSError where that fails."""
+    with open(path, "wb") as file:
+        try:
+            torch.save(dict(state), file)
+        except RuntimeError as error:  # torch's writer reports a failed write in its own words
+            raise (error.__context__ if isinstance(error.__context__, OSError)
+                   else OSError(str(error).splitlines()[0])) from error
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def link(source: Path, target: Path) -> None:
@@ -95,15 +106,17 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def find(folder: Path, other: Callable[[Mapping[str, Any]], str | None],
-         length: Callable[[Mapping[str, Any]], str | None]) -> tuple[dict[str, Any] | None, list[str]]:
+         length: Callable[[Mapping[str, Any]], str | None], *, names: Sequence[str] = NAMES,
+         read: Callable[[Path], dict[str, Any]] = read) -> tuple[dict[str, Any] | None, list[str]]:
     """The newest checkpoint of this run that can be gone on from, and the reasons against newer ones.
 
     ``other``: why a state is that of another run; ``length``: why it does not go with the number of steps; None where
-    there is no reason. (None, []) where there is no checkpoint. Raises ValueError where the newest is another run's, or
+    there is no reason. ``names``, newest first, and ``read``: what such checkpoints are called, and how they are read.
+    (None, []) where there is no checkpoint. Raises ValueError where the newest is another run's, or
     none can be taken up.
     """
     reasons, damaged = [], 0
-    for name in (NEWEST, PREVIOUS, STABLE):
+    for name in names:
         path = folder / name
         if not path.exists():
             continue
@@ -114,7 +127,7 @@ def find(folder: Path, other: Callable[[Mapping[str, Any]], str | None],
             damaged += 1
             continue
         reason = other(state)
-        if reason is not None and name == NEWEST:
+        if reason is not None and name == names[0]:
             raise ValueError(f"{path} {reason}")
         reason = reason or length(state)
         if reason is None:

@@ -116,12 +116,13 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the out folder, "
                         "with its settings; --steps may be larger where the schedule allows that")
     parser.add_argument("--stop-at", type=int, default=None, help="leave after this many updates, as a kill would")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ...; auto: a GPU where there is one")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ...; auto: a GPU where there is one; under "
+                        "torchrun each process has its own")
     parser.add_argument("--list-parameters", action="store_true", help="print every parameter with its kind, and "
                         "whether it is decayed, instead of training")
     for option, (_, words) in SHORT.items():
         parser.add_argument(option, help=words, metavar="VALUE")
-    parser.epilog = "every setting can be given as --table.key VALUE (written as in TOML)"
+    parser.epilog = EPILOG
     parser.more = _setting_names
 
 
@@ -157,55 +158,71 @@ def _train(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     if args.out is None and not args.list_parameters:
         parser.error("the following arguments are required: --out")
 
+    from odeformer.processes import joined
+
+    with joined(args.device) as processes:
+        return _train_in(processes, args, options)
+
+
+def _train_in(processes: Any, args: argparse.Namespace, options: Mapping[str, Any]) -> int:
+    """Train, as this one of the processes; the first one writes and reports."""
     from odeformer import optim, recipes
     from odeformer.train import Trainer
 
-    run = recipes.prepare(_settings(args, options), _tokenizer(args.out) if args.resume else None)
-    model = run.model().to(_device(args.device))
+    def prepare() -> Any:
+        return recipes.prepare(_settings(args, options), _tokenizer(args.out) if args.resume else None)
+
+    run = prepare() if processes.first_here else None  # which fetches data that are not there yet
+    processes.wait()
+    run, say = run or prepare(), print if processes.main else (lambda *words, **where: None)
+    model = run.model().to(processes.device)
     if args.list_parameters:
-        print(optim.kinds_table(model))
+        say(optim.kinds_table(model))
         return 0
     trainer = Trainer(model, run.task, run.run.train, args.out, settings=run.described)
     if args.resume:
         found = trainer.resume()
-        print(f"resumed at step {trainer.step}" if found else f"nothing to resume in {args.out}: from step 0")
-    elif (Path(args.out) / "checkpoint.pt").exists():
-        print(f"{args.out} holds an earlier run, which this one replaces (--resume would go on with it)",
-              file=sys.stderr)
-    settings.write(args.out, run.run)
-    if run.tokenizer is None:
-        (Path(args.out) / "tokenizer.json").unlink(missing_ok=True)  # of an earlier run on text
-    else:
-        run.tokenizer.save(args.out)
+        say(f"resumed at step {trainer.step}" if found else f"nothing to resume in {args.out}: from step 0")
+    elif trainer.parallel.exists(trainer.out):
+        say(f"{args.out} holds an earlier run, which this one replaces (--resume would go on with it)", file=sys.stderr)
+    if processes.main:
+        _describe(args.out, run)
     if not trainer.run(stop_at=args.stop_at):
-        print(f"stopped at step {trainer.step}; go on with --resume")
+        say(f"stopped at step {trainer.step}; go on with --resume")
         return 130
-    model.save(args.out)
-    if trainer.step < run.run.train.steps:
-        print(f"ended early at step {trainer.step}: no better {run.task.metric} since step {trainer.best.step}")
-    scores = ", ".join(f"{name} {_shown(value)}" for name, value in run.task.evaluate(model).items())
-    print(f"test {scores}, model in {args.out}")
+    if processes.main:
+        _conclude(args.out, run, trainer)
     return 0
 
 
+def _describe(out: str, run: Any) -> None:
+    """The settings and the tokenizer, into the folder of a run."""
+    from odeformer import settings
+
+    settings.write(out, run.run)
+    if run.tokenizer is None:
+        (Path(out) / "tokenizer.json").unlink(missing_ok=True)  # of an earlier run on text
+    else:
+        run.tokenizer.save(out)
+
+
+def _conclude(out: str, run: Any, trainer: Any) -> None:
+    """Save the model, and say how good it is."""
+    trainer.model.save(out)
+    if trainer.step < run.run.train.steps:
+        print(f"ended early at step {trainer.step}: no better {run.task.metric} since step {trainer.best.step}")
+    scores = ", ".join(f"{name} {_shown(value)}" for name, value in run.task.evaluate(trainer.model).items())
+    print(f"test {scores}, model in {out}")
+
+
+EPILOG = """several processes train one model: torchrun --nproc-per-node N -m odeformer.cli train ... (train.parallel);
+every setting can be given as --table.key VALUE (written as in TOML)"""
 RECIPE_HELP = """
 
 data_options are those of the data set's function; task has valid (images, series: the share put aside to validate on)
 and smoothing (translation); model has n_layers and the other fields of the model's config; tokenizer_options has
 vocab_size (tokenizer = "bpe").
 """
-
-
-def _device(name: str) -> Any:
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device must be one that torch has here, got {name!r} ({str(error).splitlines()[0]})") \
-            from error
 
 
 def _shown(value: Any) -> str:

@@ -96,9 +96,14 @@ class ExpertParallel(Experts):
         back = _Exchange.apply(y, leaving_sizes, arriving_sizes, self.group)
         return torch.cat([back, back.new_zeros(rows.shape[0] - served, back.shape[-1])])
 
+    def held_names(self) -> list[str]:
+        """The names of the parameters that no other process has."""
+        return [f"{name}.{inner}" for name in ("hidden", "gate", "output") if getattr(self, name) is not None
+                for inner, _ in getattr(self, name).named_parameters()]
+
     def held_here(self) -> list[nn.Parameter]:
         """The parameters that no other process has."""
-        return [p for stack in (self.hidden, self.gate, self.output) if stack is not None for p in stack.parameters()]
+        return [self.get_parameter(name) for name in self.held_names()]
 
     def collect(self) -> Experts:
         """All experts in one module again, in every process (called by all)."""
@@ -176,6 +181,11 @@ def average_gradients(model: nn.Module, group: Any = None) -> None:
     for p in common:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        dist.all_reduce(p.grad, group=group)
+    for dtype in dict.fromkeys(p.dtype for p in common):  # one message, not one a parameter
+        same = [p.grad for p in common if p.dtype == dtype]
+        together = torch.cat([grad.flatten() for grad in same])
+        dist.all_reduce(together, group=group)
+        for grad, part in zip(same, together.split([grad.numel() for grad in same]), strict=True):
+            grad.copy_(part.view_as(grad))
     for p in [*common, *(p for p in model.parameters() if id(p) in here and p.grad is not None)]:
         p.grad.div_(n)

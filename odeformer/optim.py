@@ -70,9 +70,12 @@ def groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def adamw(model: nn.Module, *, learning_rate: float, weight_decay: float, betas: Iterable[float] = (0.9, 0.999),
-          epsilon: float = 1e-8) -> torch.optim.AdamW:
-    """AdamW over those groups. Raises ValueError for a model in which no parameter needs a gradient."""
+          epsilon: float = 1e-8, foreach: bool | None = None) -> torch.optim.AdamW:
+    """AdamW over those groups; ``foreach`` is torch's, None its own choice.
+
+    Raises ValueError for a model in which no parameter needs a gradient.
+    """
     parameters = groups(model, weight_decay)
     if not parameters:
         raise ValueError("model must have a parameter that needs a gradient, and all are frozen")
-    return torch.optim.AdamW(parameters, lr=learning_rate, betas=tuple(betas), eps=epsilon)
+    return torch.optim.AdamW(parameters, lr=learning_rate, betas=tuple(betas), eps=epsilon, foreach=foreach)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from odeformer import checkpoint
+from odeformer import checkpoint, parallel
 from odeformer.best import Best
 from odeformer.ema import Average
 from odeformer.files import write_json
@@ -31,57 +31,70 @@ from odeformer.train_config import AUTOCAST, TrainConfig
 __all__ = ["SCHEDULES", "TrainConfig", "Trainer", "accuracy", "perplexity", "smoothed_cross_entropy"]
 
 # settings that may be others when a run is gone on with: they say how long it is and what it leaves, not what it does
-FREE = frozenset({"steps", "checkpoint_every", "checkpoint_minutes", "tensorboard"})
+FREE = frozenset({"steps", "checkpoint_every", "checkpoint_minutes", "tensorboard", "parallel"})
 
 
 class Trainer:
     """Trains a model for a task (``odeformer.tasks``; images alone mean classification), where its parameters are.
 
-    With ``out``, checkpoints, logs and results go there. ``settings``: further plain values that the run depends on,
-    such as options of the data; a checkpoint written with others is not gone on from.
+    In several processes (``odeformer.processes``) each makes one, with a model of the same settings, and calls the same
+    methods; they train one model together, as ``config.parallel`` says, and the first one writes and reports. From then
+    on each draws other random numbers, so that dropout differs.
+
+    With ``out``, checkpoints, logs and results go there; several processes must have it in common.
+    ``settings``: further plain values that the run depends on, such as options of the data; a checkpoint written with
+    others is not gone on from.
 
     ``rows``: what each step gave. ``validations``: what each validation gave.
     """
 
     def __init__(self, model: nn.Module, task: Any, config: TrainConfig, out: str | Path | None = None, *,
                  settings: Mapping[str, Any] | None = None):
-        self.model, self.task, self.config = model, as_task(task), config
+        self.task, self.config = as_task(task), config
         if config.validate_every is not None and not getattr(self.task, "n_valid", 0):
             raise ValueError(f"validate_every needs validation data, and task {self.task.name!r} has none: give some, "
                              "or put a share of the training data aside with valid")
-        self.out = None if out is None else checkpoint.writable_folder(out)
-        self.settings = dict(settings or {})
         self.device = next(model.parameters()).device
+        self.parallel = parallel.make(model, config, self.task.n_train)
+        self.model, self.processes = self.parallel.model, self.parallel.processes
+        self.out = None if out is None else self.folder(out)
+        self.settings = dict(settings or {})
         self.factor = config.factor()
         self.order = BatchOrder(self.task.n_train, config.batch_size, config.seed)
-        self.optimizer = adamw(model, learning_rate=config.learning_rate, weight_decay=config.weight_decay,
-                               betas=(config.beta1, config.beta2), epsilon=config.epsilon)
+        self.optimizer = adamw(self.model, learning_rate=config.learning_rate, weight_decay=config.weight_decay,
+                               betas=(config.beta1, config.beta2), epsilon=config.epsilon,
+                               foreach=self.parallel.foreach)
         self.penalties = penalties(config.regularize)
-        self.average = None if config.ema is None else Average(model, config.ema)
+        self.average = None if config.ema is None else Average(self.model, config.ema)
         self.best = None if config.patience is None else Best(config.patience, higher=self.task.higher)
         self.step, self.seconds, self.finished = 0, 0.0, False
         self.rows: list[dict[str, float]] = []
         self.validations: list[dict[str, float]] = []
         self._saved, self._saved_at, self._reported = 0, time.monotonic(), 0
 
+    def folder(self, out: str | Path) -> Path:
+        """The folder, once the first process has found that it can be written into."""
+        if self.processes.main:
+            checkpoint.writable_folder(out)
+        self.processes.wait()
+        return Path(out)
+
     # ---- one step
 
     def batch(self, step: int) -> Any:
-        """The batch of a step (from 0): a function of the seed and the step alone."""
+        """The batch of a step (from 0), for all processes: a function of the seed and the step alone."""
         return self.task.batch(self.order.rows(step))
 
     def parts(self, step: int) -> list[Any]:
-        """The batch of a step, cut into parts."""
-        if self.config.accumulate == 1:
-            return [self.batch(step)]
-        return [self.task.batch(rows) for rows in self.order.rows(step).tensor_split(self.config.accumulate)
-                if len(rows)]
+        """This process's share of the batch of a step, cut into parts."""
+        rows = self.processes.part(self.order.rows(step))
+        return [self.task.batch(part) for part in rows.tensor_split(self.config.accumulate) if len(part)]
 
     def loss(self, batch: Any) -> tuple[Tensor, Any]:
         """The mean loss of some examples, with what the config adds to it, and the Solution."""
         states = {"save_states": True} if self.penalties else {}
         with self.precision():
-            loss, solution = self.task.loss(self.model, to_device(batch, self.device), **states)
+            loss, solution = self.task.loss(self.parallel.call, to_device(batch, self.device), **states)
             if getattr(solution, "routing", None) is not None:
                 for name in ("balance", "router_z"):
                     weight = getattr(self.config, name)
@@ -91,24 +104,30 @@ class Trainer:
         return loss, solution
 
     def train_step(self) -> dict[str, float]:
-        """One update. Raises FloatingPointError where the loss or its gradient is not finite (nothing is updated then).
+        """One update, by all processes together; what comes back is the same in each.
+
+        Raises FloatingPointError where the loss or its gradient is not finite (nothing is updated then).
         """
         rate = self.config.learning_rate * self.factor(self.step + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         parts = self.parts(self.step)
         counts = [getattr(self.task, "count", partial(Task.count, self.task))(part) for part in parts]
-        total = max(1, sum(counts))
+        processes = self.processes.n
+        total = max(1, int(self.processes.sums(sum(counts))[0]))
         self.optimizer.zero_grad(set_to_none=True)
         losses, evaluations = [], 0
-        for part, count in zip(parts, counts, strict=True):
-            loss, solution = self.loss(part)
-            loss = loss * (count / total)
-            loss.backward()
+        for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
+            with self.parallel.pass_of(i == len(parts) - 1):
+                loss, solution = self.loss(part)
+                loss = loss * (count * processes / total)  # the gradient is a mean over processes
+                loss.backward()
             losses.append(loss.detach())
             evaluations += solution.nfe
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.parallel.gathered()
+        norm = self.parallel.clip(self.config.clip)
         value, norm = torch.stack([torch.stack(losses).sum().double(), norm.double()]).tolist()  # the one host read
+        value, nfe = (x / processes for x in self.processes.sums(value, evaluations / len(parts)))
         for what, number in (("loss", value), ("gradient's norm", norm)):
             if not math.isfinite(number):
                 raise FloatingPointError(self.diverged(what, number))
@@ -116,7 +135,6 @@ class Trainer:
         self.step += 1
         if self.average is not None:
             self.average.update(self.step)
-        nfe = evaluations / len(parts)
         return {"step": self.step, "loss": value, "nfe": int(nfe) if nfe == int(nfe) else nfe, "norm": norm,
                 "learning_rate": rate, "count": total}
 
@@ -136,24 +154,27 @@ class Trainer:
     def run(self, *, stop_at: int | None = None, progress: bool = True) -> bool:
         """Train to the end, or leave without saving after ``stop_at`` steps; True where the end was reached.
 
-        SIGINT and SIGTERM finish the step under way, save a checkpoint and end the run with False. At the end the model
-        is in evaluation mode and has the weights to keep: the best where ``patience`` is given, else the averaged ones
-        where ``ema`` is, else the last.
+        SIGINT and SIGTERM, to any process, finish the step under way, save a checkpoint and end the run with False. At
+        the end the model is in evaluation mode and has the weights to keep: the best where ``patience`` is given, else
+        the averaged ones where ``ema`` is, else the last.
         """
         if self.finished:
             return True
         self.model.train()
         self._saved_at = time.monotonic()
-        with (Logs(self.out, self.step, tensorboard=self.config.tensorboard) as logs, Interrupts() as interrupts,
-              tqdm(total=self.config.steps, initial=self.step, desc="train", disable=not progress) as bar):
+        main = self.processes.main
+        with (Logs(self.out if main else None, self.step, tensorboard=self.config.tensorboard) as logs,
+              Interrupts() as interrupts,
+              tqdm(total=self.config.steps, initial=self.step, desc="train", disable=not (progress and main)) as bar):
             while not self.done:
                 self.advance(logs, bar)
                 if stop_at is not None and self.step >= stop_at:
                     return False
-                if interrupts.wanted:
+                wanted, late = self.processes.sums(interrupts.wanted, main and self.late)
+                if wanted:
                     self.save(whole=True)
                     return False
-                if self.due:
+                if late or self.due:
                     self.save()
         self.model.eval()
         self.save(whole=True)
@@ -167,10 +188,14 @@ class Trainer:
 
     @property
     def due(self) -> bool:
-        """Whether a checkpoint is."""
+        """Whether a checkpoint is, by the step."""
+        return self.step % self.config.checkpoint_every == 0 or self.at_stable_end
+
+    @property
+    def late(self) -> bool:
+        """Whether a checkpoint is due by the time."""
         minutes = self.config.checkpoint_minutes
-        return (self.step % self.config.checkpoint_every == 0 or self.at_stable_end
-                or (minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes))
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     @property
     def at_stable_end(self) -> bool:
@@ -199,25 +224,34 @@ class Trainer:
         return getattr(self.task, "unit", Task.unit)
 
     def validate(self) -> dict[str, float]:
-        """Evaluate the validation split, with the averaged weights where there are some. Moves no random state."""
+        """Evaluate the validation split, with the averaged weights where there are some. Moves no random state.
+
+        Each process does all of it, and what the first one finds counts.
+        """
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), self.averaged(), self.precision():
-            scores = self.task.evaluate(self.model, "valid")
+            scores = self.processes.agreed(self.task.evaluate(self.model, "valid"))
             if self.best is not None:
                 self.best.report(scores[self.task.metric], self.step, self.model)
         self.validations.append({"step": self.step, **scores})
         return self.validations[-1]
 
-    def averaged(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
         """The model has the averaged weights within, where there are some."""
-        return nullcontext() if self.average is None else self.average.applied()
+        self.parallel.moved()
+        with nullcontext() if self.average is None else self.average.applied():
+            yield
+        self.parallel.moved()
 
     def keep(self) -> None:
-        """Give the model the weights to keep, see ``run``; the last ones are in the checkpoint. Ends the run."""
+        """Give the model the weights to keep, see ``run``; the last ones are in the checkpoint. Ends the run: the model
+        is the one that was given, whole."""
         if self.best is not None and self.best.weights:
             self.model.load_state_dict(self.best.weights)
         elif self.average is not None:
             self.average.apply()
+        self.model = self.parallel.finished()
         self.finished = True
 
     # ---- on disk
@@ -229,24 +263,27 @@ class Trainer:
                                                 "model": checkpoint.plain(model), **checkpoint.plain(self.settings)}
 
     def save(self, *, whole: bool = False) -> None:
-        """Write checkpoint.pt into ``out``, whole or not at all, the one before kept as checkpoint.previous.pt.
+        """Write checkpoint.pt into ``out``, whole or not at all, the one before kept as checkpoint.previous.pt; with
+        parallel = "fsdp" the folder checkpoint.sharded, see ``odeformer.sharded_checkpoint``.
 
         results.json, with all rows, is written with ``whole``, or where rows are a tenth more than in the last one.
         """
         self._saved_at = time.monotonic()
         if self.out is None or self.finished:
             return
+        random, *others = self.processes.gathered(checkpoint.random_states())
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step,
                  "rows": packed(self.rows), "validations": self.validations, "seconds": self.seconds,
-                 "random": checkpoint.random_states(), "config": self.described(),
+                 "random": random, "others": others, "config": self.described(),
                  "average": None if self.average is None else self.average.state_dict(),
                  "best": None if self.best is None else self.best.state_dict()}
-        checkpoint.write(self.out, state, stable=self.at_stable_end)
+        self.parallel.write(self.out, state, stable=self.at_stable_end)
         self._saved = self.step
-        if whole or self.step >= 1.1 * self._reported:
+        if self.processes.main and (whole or self.step >= 1.1 * self._reported):
             with checkpoint.explained(self.out, "make room or mend it, then go on with --resume"):
                 write_json(self.out / "results.json", self.results())
             self._reported = self.step
+        self.processes.wait()
 
     def results(self) -> dict[str, Any]:
         """What results.json holds."""
@@ -257,7 +294,7 @@ class Trainer:
         return found
 
     def resume(self) -> bool:
-        """Take up the newest checkpoint in ``out``; False where there is none.
+        """Take up the newest checkpoint in ``out``, by as many processes as there are now; False where there is none.
 
         ``steps``, and how often checkpoints come, may be others than before: a run can be made longer where its
         schedule has had the same factors so far, or else from the checkpoint before they fall (``wsd``). A damaged
@@ -267,11 +304,16 @@ class Trainer:
         if self.out is None:
             raise ValueError("out must name a folder to resume from, got None")
         settings = self.described()
-        state, passed = checkpoint.find(
+        state, passed = self.parallel.find(
             self.out, lambda state: checkpoint.difference(state["config"], settings, FREE), self.too_long)
+        steps = self.processes.gathered(None if state is None else state["step"])
+        if len(set(steps)) > 1:
+            raise ValueError(f"out must be a folder that all processes have in common; they find checkpoints of the "
+                             f"steps {', '.join(map(str, steps))}")
         if state is None:
             return False
         try:
+            state = self.parallel.filled(state)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             for name in ("average", "best"):
@@ -280,10 +322,13 @@ class Trainer:
         except (RuntimeError, ValueError) as error:
             words = " ".join(str(error).split())[:200]
             raise ValueError(f"the checkpoint in {self.out} holds another model: {words}") from error
+        self.parallel.moved()
         self.step, self.seconds, self._saved = state["step"], state["seconds"], state["step"]
         self.rows, self.validations = unpacked(state["rows"]), list(state["validations"])
-        checkpoint.set_random_states(state["random"])
-        for reason in passed:
+        randoms = [state["random"], *state.get("others", [])]
+        if self.processes.rank < len(randoms):
+            checkpoint.set_random_states(randoms[self.processes.rank])
+        for reason in passed if self.processes.main else ():
             warnings.warn(f"{reason}; going on from the checkpoint of step {self.step}", stacklevel=2)
         return True
 

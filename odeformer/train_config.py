@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from odeformer.parallel import PARALLEL
 from odeformer.schedules import SCHEDULES
 from odeformer.tables import at_least, build, finite, look_up, probability
 
@@ -22,6 +23,12 @@ class TrainConfig:
     ``accumulate``: the parts, computed one after the other, into which a batch is cut to save memory. Their gradients
     are weighted by what their losses are means over (tokens, images), so that the update is that of the whole batch;
     the losses of experts and ``regularize``, which are means over a part, are weighted in the same way.
+
+    ``parallel``: how several processes (``torchrun``, see ``odeformer.processes``) train one model, a key of PARALLEL;
+    one process trains alone under each. "ddp": the model in each process (DistributedDataParallel). "fsdp": its
+    parameters and their optimizer's state in shards (fully_shard), checkpoints too. "experts": its experts spread over
+    the processes, all else in each. "none": one process only. A batch is shared out, so the update is that of one
+    process; what is a mean over a part stays one, but for the experts' losses under "experts".
 
     ``learning_rate``: the peak; ``schedule``, a key of SCHEDULES with ``schedule_options``, leads it after ``warmup``
     steps. ``weight_decay`` is for matrices alone (``odeformer.optim``); ``beta1``, ``beta2``, ``epsilon`` are AdamW's.
@@ -59,6 +66,7 @@ class TrainConfig:
     checkpoint_every: int = 50
     checkpoint_minutes: float | None = None
     tensorboard: bool = False
+    parallel: str | type = "ddp"
     balance: float = 0.01
     router_z: float = 0.001
     regularize: Mapping[str, float] = field(default_factory=dict)
@@ -84,6 +92,7 @@ class TrainConfig:
         if self.checkpoint_minutes is not None:
             finite("checkpoint_minutes", self.checkpoint_minutes, above=0)
         look_up(AUTOCAST, self.autocast, "autocast")
+        look_up(PARALLEL, self.parallel, "parallel")
         if self.patience is not None and self.validate_every is None:
             raise ValueError(f"patience counts validations: give validate_every, too, beside patience = "
                              f"{self.patience}")
