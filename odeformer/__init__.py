@@ -15,7 +15,7 @@ _HOMES = {
     "odeformer.weights": ["WEIGHTS"],
     "odeformer.fusion": ["FUSIONS"],
     "odeformer.pruning": ["prune"],
-    "odeformer.calibrate": ["calibrate"],
+    "odeformer.calibration": ["calibrate"],
     "odeformer.refit": ["fit", "prolong", "restrict"],
     "odeformer.regularizers": ["REGULARIZERS"],
     "odeformer.init": ["INITIALIZERS"],

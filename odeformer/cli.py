@@ -188,7 +188,8 @@ def _train_in(processes: Any, args: argparse.Namespace, options: Mapping[str, An
     if processes.main:
         _describe(args.out, run)
     if not trainer.run(stop_at=args.stop_at):
-        say(f"stopped at step {trainer.step}; go on with --resume")
+        start = f"the checkpoint of step {trainer.saved}" if trainer.saved else "the start, as none was due yet"
+        say(f"stopped at step {trainer.step}; --resume goes on from {start}")
         return 130
     if processes.main:
         _conclude(args.out, run, trainer)

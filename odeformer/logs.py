@@ -11,10 +11,8 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from odeformer.checkpoint import explained
+from odeformer.checkpoint import ADVICE, explained
 from odeformer.files import write_atomically
-
-ADVICE = "make room or mend it, then go on with --resume: the last checkpoint is whole"
 
 
 class Csv:

@@ -79,6 +79,11 @@ class Trainer:
         self.processes.wait()
         return Path(out)
 
+    @property
+    def saved(self) -> int:
+        """The step of the last checkpoint; 0: there is none."""
+        return self._saved
+
     # ---- one step
 
     def batch(self, step: int) -> Any:

@@ -96,6 +96,8 @@ class TrainConfig:
         if self.patience is not None and self.validate_every is None:
             raise ValueError(f"patience counts validations: give validate_every, too, beside patience = "
                              f"{self.patience}")
+        if not isinstance(self.regularize, Mapping):
+            raise TypeError(f"regularize must map names to weights, got {self.regularize!r}")
         for name, weight in self.regularize.items():
             finite(f"regularize[{name!r}]", weight)
         build(SCHEDULES, self.schedule, "schedule", 1, options={"warmup": self.warmup, "total": self.steps,

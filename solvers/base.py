@@ -30,6 +30,16 @@ class SolverError(RuntimeError):
         super().__init__(f"{what} at l = {l:.6g} (h = {h:.3g}, NFE = {nfe:g}): {advice}")
         self.l, self.h, self.nfe = l, h, nfe
 
+    def __reduce__(self) -> tuple:
+        """Between processes it stays what it is."""
+        return _again, (type(self), self.args, self.__dict__)
+
+
+def _again(kind: type[SolverError], args: tuple, attributes: dict[str, Any]) -> SolverError:
+    error = kind.__new__(kind, *args)
+    error.args, error.__dict__ = args, dict(attributes)
+    return error
+
 
 class Step(NamedTuple):
     """One step from depth ``l`` to ``l + h``.

@@ -9,7 +9,7 @@ from test_smooth_weights import LENGTH, VOCAB, D, state, tiny, tokens
 
 import odeformer
 from odeformer import BlockConfig, Decoder, DecoderConfig, DepthConfig, Encoder, EncoderConfig, Seq2Seq, Seq2SeqConfig
-from odeformer.calibrate import calibrate
+from odeformer.calibration import calibrate
 from odeformer.smooth_weights import SMOOTH
 from solvers import SOLVERS
 

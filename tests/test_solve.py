@@ -1,6 +1,7 @@
 """solve(): grids, pieces, saving, counting, precision, errors. Each family's own tests measure orders."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -643,3 +644,10 @@ def test_unknown_options_of_a_solver_are_listed():
         get_solver("ab2", across=True)
     with pytest.raises(ValueError, match="did you mean 'midpoint'"):
         get_solver("mitpoint")
+
+
+def test_a_solver_error_survives_being_sent_to_another_process():
+    error = SolverError("no step", l=0.5, h=0.1, nfe=7, advice="try less")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and (again.l, again.h, again.nfe) == (0.5, 0.1, 7)
+    assert type(again) is SolverError and "advice" not in vars(again)
