@@ -135,7 +135,7 @@ def find(folder: Path, other: Callable[[Mapping[str, Any]], str | None],
         reasons.append(f"{path} {reason}")
     if not reasons:
         return None, []
-    raise ValueError(reasons[0] + ("; move it away to start anew" if damaged == len(reasons) else ""))
+    raise ValueError(reasons[0] + ("; move it away to start anew" if damaged else ""))
 
 
 def difference(stored: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[str]) -> str | None:

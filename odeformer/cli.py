@@ -166,11 +166,13 @@ def _train(parser: argparse.ArgumentParser, argv: list[str]) -> int:
 
 def _train_in(processes: Any, args: argparse.Namespace, options: Mapping[str, Any]) -> int:
     """Train, as this one of the processes; the first one writes and reports."""
-    from odeformer import optim, recipes
+    from odeformer import checkpoint, optim, recipes
+    from odeformer.parallel import has_checkpoint, set_aside
     from odeformer.train import Trainer
 
     def prepare() -> Any:
-        return recipes.prepare(_settings(args, options), _tokenizer(args.out) if args.resume else None)
+        known = args.resume and has_checkpoint(Path(args.out)) if args.out else False
+        return recipes.prepare(_settings(args, options), _tokenizer(args.out) if known else None)
 
     run = prepare() if processes.first_here else None  # which fetches data that are not there yet
     processes.wait()
@@ -183,13 +185,19 @@ def _train_in(processes: Any, args: argparse.Namespace, options: Mapping[str, An
     if args.resume:
         found = trainer.resume()
         say(f"resumed at step {trainer.step}" if found else f"nothing to resume in {args.out}: from step 0")
-    elif trainer.parallel.exists(trainer.out):
-        say(f"{args.out} holds an earlier run, which this one replaces (--resume would go on with it)", file=sys.stderr)
+    elif has_checkpoint(trainer.out):
+        say(f"{args.out} holds an earlier run, which is moved to {Path(args.out) / 'earlier'} (--resume would go on "
+            "with it)", file=sys.stderr)
+        processes.wait()
+        if processes.main:
+            set_aside(trainer.out)
+        processes.wait()
     if processes.main:
-        _describe(args.out, run)
+        with checkpoint.explained(Path(args.out), checkpoint.ADVICE):
+            _describe(args.out, run)
     if not trainer.run(stop_at=args.stop_at):
         start = f"the checkpoint of step {trainer.saved}" if trainer.saved else "the start, as none was due yet"
-        say(f"stopped at step {trainer.step}; --resume goes on from {start}")
+        say(f"stopped at step {trainer.step}; go on with --resume, from {start}")
         return 130
     if processes.main:
         _conclude(args.out, run, trainer)
@@ -209,7 +217,10 @@ def _describe(out: str, run: Any) -> None:
 
 def _conclude(out: str, run: Any, trainer: Any) -> None:
     """Save the model, and say how good it is."""
-    trainer.model.save(out)
+    from odeformer import checkpoint
+
+    with checkpoint.explained(Path(out), checkpoint.ADVICE):
+        trainer.model.save(out)
     if trainer.step < run.run.train.steps:
         print(f"ended early at step {trainer.step}: no better {run.task.metric} since step {trainer.best.step}")
     scores = ", ".join(f"{name} {_shown(value)}" for name, value in run.task.evaluate(trainer.model).items())
@@ -334,7 +345,8 @@ def _tokenizer(folder: str | None) -> Any:
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", help="where the model was saved")
     parser.add_argument("--prompt", required=True, help="the text to go on from")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to write at most")
+    parser.add_argument("--max-new-tokens", type=int, default=None,
+                        help="tokens to write at most (64, or what the model has positions for)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token")
     parser.add_argument("--top-k", type=int, default=None, help="draw from the k most likely tokens only")
     parser.add_argument("--top-p", type=float, default=None, help="draw from the likeliest of this share")
@@ -360,7 +372,10 @@ def _generate(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     sampling = {name: getattr(args, name) for name in ("top_k", "top_p") if getattr(args, name) is not None}
     if args.temperature > 0:
         sampling["generator"] = torch.Generator().manual_seed(args.seed)
-    text = _under(model, args.solver).generate(torch.tensor([ids]), max_new_tokens=args.max_new_tokens,
+    max_new_tokens = args.max_new_tokens
+    if max_new_tokens is None:
+        max_new_tokens = max(1, min(64, model.config.max_seq_len - len(ids)))
+    text = _under(model, args.solver).generate(torch.tensor([ids]), max_new_tokens=max_new_tokens,
                                                temperature=args.temperature, stop_tokens=[tokenizer.stop],
                                                cache=args.cache, **sampling)
     print(tokenizer.decode(text[0].tolist()))

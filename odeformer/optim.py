@@ -30,7 +30,7 @@ KINDS = {
     "norm": Kind(False, lambda path, module, p: isinstance(module, NORMS) or "placement" in path
                  or type(module).__module__ == "odeformer.norms"),
     "bias": Kind(False, lambda path, module, p: "bias" in path[-2:]),
-    "coefficient": Kind(False, lambda path, module, p: "solver" in path),
+    "coefficient": Kind(False, lambda path, module, p: "solver" in path and "correction" not in path),
     "vector": Kind(False, lambda path, module, p: p.dim() == 1),
     "scalar": Kind(False, lambda path, module, p: p.dim() == 0),
     "matrix": Kind(True, lambda path, module, p: True),

@@ -76,7 +76,7 @@ class Alone:
 
     def exists(self, folder: Path) -> bool:
         """Whether there is a checkpoint in folder."""
-        return any((folder / name).exists() for name in (*checkpoint.NAMES, *sharded_checkpoint.NAMES))
+        return has_checkpoint(folder)
 
     def filled(self, state: State) -> State:
         """A checkpoint that was found, as this process needs it; called by all."""
@@ -314,6 +314,26 @@ def make(model: nn.Module, config: Any, n_examples: int) -> Alone:
     made = look_up(PARALLEL, config.parallel, "parallel")(model, processes, config)
     processes.differ()
     return made
+
+
+RUN_FILES = ("config.toml", "train.csv", "valid.csv", "results.json", "config.json", "model.safetensors",
+             "tokenizer.json", *checkpoint.NAMES, *sharded_checkpoint.NAMES)  # what a run leaves in its folder
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run left a checkpoint there, of either kind."""
+    return any((folder / name).exists() for name in (*checkpoint.NAMES, *sharded_checkpoint.NAMES))
+
+
+def set_aside(folder: Path) -> None:
+    """Move what a run left in folder to ``earlier`` within it, in place of what was there."""
+    earlier = folder / "earlier"
+    with checkpoint.explained(earlier, checkpoint.ADVICE):
+        shutil.rmtree(earlier, ignore_errors=True)
+        earlier.mkdir()
+        for name in RUN_FILES:
+            if (folder / name).exists():
+                (folder / name).rename(earlier / name)
 
 
 def remove(folder: Path, names: Iterable[str]) -> None:

@@ -171,7 +171,8 @@ def prepare(values: Mapping[str, Any], tokenizer: Any = None) -> Prepared:
     tokenizer = tokenizer or make_tokenizer(run, data)
     given = {name: value for name, value in recipe.shape(data, tokenizer).items() if name not in run.model}
     config = filled(recipe.config, {**run.model, **given, "block": run.block, "depth": run.depth}, "model")
-    described = {"data_options": options, "task": task_options, "tokenizer": run.tokenizer}
+    described = {"data_options": options, "task": task_options, "tokenizer": run.tokenizer,
+                 "tokenizer_options": dict(run.tokenizer_options)}
     if hasattr(data, "checksum"):
         described["checksum"] = data.checksum
     task = recipe.task(data, tokenizer, config, **task_options)

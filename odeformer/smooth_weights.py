@@ -180,7 +180,7 @@ class FourierWeights(Expansion):
 
     def __init__(self, n_layers: int, make_block: Callable[[], Block], *, n_basis: int | None = None,
                  period: float | None = None):
-        n_basis = half(n_layers, 1) if n_basis is None else n_basis
+        n_basis = half(n_layers, 2) if n_basis is None else n_basis
         super().__init__(n_layers, make_block, BASES["fourier"](n_basis, n_layers, period=period))
 
 
@@ -188,7 +188,7 @@ class ChebyshevWeights(Expansion):
     """Σ T_k(2 l / n_layers - 1) θ_k: polynomials in l, ``n_basis`` terms."""
 
     def __init__(self, n_layers: int, make_block: Callable[[], Block], *, n_basis: int | None = None):
-        n_basis = half(n_layers, 1) if n_basis is None else n_basis
+        n_basis = half(n_layers, 2) if n_basis is None else n_basis
         super().__init__(n_layers, make_block, BASES["chebyshev"](n_basis, n_layers))
 
 

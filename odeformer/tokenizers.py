@@ -118,7 +118,8 @@ class BPETokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, in the format of ``tokenizers``, into folder, such as a model's."""
-        write_atomically(Path(folder) / FILE, lambda beside: self.tokenizer.save(str(beside)))
+        text = self.tokenizer.to_str(pretty=True)
+        write_atomically(Path(folder) / FILE, lambda beside: beside.write_text(text, encoding="utf-8"))
 
     @classmethod
     def from_json(cls, text: str) -> BPETokenizer:

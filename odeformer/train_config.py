@@ -100,6 +100,9 @@ class TrainConfig:
             raise TypeError(f"regularize must map names to weights, got {self.regularize!r}")
         for name, weight in self.regularize.items():
             finite(f"regularize[{name!r}]", weight)
+        for name, field_ in (("warmup", "warmup"), ("total", "steps")):
+            if name in self.schedule_options:
+                raise ValueError(f"schedule_options must not hold {name}, which is the setting {field_}")
         build(SCHEDULES, self.schedule, "schedule", 1, options={"warmup": self.warmup, "total": self.steps,
                                                                 **self.schedule_options})
 

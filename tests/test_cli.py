@@ -160,3 +160,18 @@ def test_data_without_a_recipe_are_refused_with_what_to_do(tmp_path, capsys, mon
     monkeypatch.setitem(odeformer.DATA, "toy", lambda: None)
     assert main(["train", "--data", "toy", "--out", str(tmp_path)]) == 2
     assert "one of Images, Text, Pairs, Series" in capsys.readouterr().err
+
+
+def test_a_run_in_the_folder_of_another_moves_that_aside_and_takes_nothing_of_it(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 60)
+    common = ["train", "--data", "text_files", f"--data_options.paths={tmp_path / 'a.txt'}", "--length", "8",
+              "--d-model", "8",
+              "--heads", "2", "--layers", "1", "--batch-size", "4", "--out", str(tmp_path / "run")]
+    assert main([*common, "--steps", "2"]) == 0
+    first = (tmp_path / "run" / "config.toml").read_bytes()
+    assert main([*common, "--steps", "3", "--seed", "5", "--stop-at", "1"]) == 130
+    assert "from the start" in capsys.readouterr().out
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "model.safetensors" not in left and not any("checkpoint" in name for name in left)
+    assert (tmp_path / "run" / "earlier" / "config.toml").read_bytes() == first
+    assert (tmp_path / "run" / "earlier" / "model.safetensors").exists()

@@ -23,6 +23,8 @@ def digits(*, n_test: int = 360) -> Images:
     data = load_digits()
     x = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     y = torch.tensor(data.target, dtype=torch.int64)
+    if isinstance(n_test, bool) or not isinstance(n_test, int) or not 0 < n_test < len(x):
+        raise ValueError(f"n_test must be an int from 1 to {len(x) - 1}, got {n_test!r}")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x[order], y[order]
     return Images("digits", 10, x[n_test:], y[n_test:], x[:n_test], y[:n_test])
