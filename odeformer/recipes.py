@@ -197,11 +197,19 @@ def training_texts(data: Text | Pairs) -> Iterable[str]:
     return data.train.splitlines(keepends=True) if isinstance(data, Text) else [x for pair in data.train for x in pair]
 
 
+OF_DATA = frozenset({"n_classes", "channels", "n_channels", "n_outputs", "head"})  # what data decide of a model
+
+
 def task_of(model: Any, data: Any, tokenizer: Any, options: Mapping[str, Any] | None = None) -> Task:
     """What a trained model is judged by on data. Raises ValueError where they do not go together."""
     recipe = RECIPES.get(type(data))
     if recipe is None or type(model) is not recipe.kind or (tokenizer is None) != (recipe.tokenizer is None):
         raise ValueError(f"data {data.name!r} does not go with a model that is a {type(model).__name__}; name the data "
                          "that it was trained on")
+    shape = recipe.shape(data, tokenizer)
+    for name in OF_DATA & shape.keys():
+        if getattr(model.config, name) != shape[name]:
+            raise ValueError(f"data {data.name!r} has {name} = {shape[name]!r}, and the model was made for "
+                             f"{getattr(model.config, name)!r}; name the data that it was trained on")
     options = {name: value for name, value in (options or {}).items() if name in recipe.task_options}
     return recipe.task(data, tokenizer, model.config, **options)

@@ -233,11 +233,14 @@ class Trainer:
 
         Each process does all of it, and what the first one finds counts.
         """
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), self.averaged(), self.precision():
-            scores = self.processes.agreed(self.task.evaluate(self.model, "valid"))
-            if self.best is not None:
-                self.best.report(scores[self.task.metric], self.step, self.model)
+        states = checkpoint.random_states()
+        try:
+            with self.averaged(), self.precision():
+                scores = self.processes.agreed(self.task.evaluate(self.model, "valid"))
+                if self.best is not None:
+                    self.best.report(scores[self.task.metric], self.step, self.model)
+        finally:
+            checkpoint.set_random_states(states)
         self.validations.append({"step": self.step, **scores})
         return self.validations[-1]
 

@@ -10,6 +10,7 @@ import odeformer
 from benchmarks import runner
 from benchmarks.__main__ import main as benchmarks
 from odeformer.cli import main
+from odeformer.recipes import task_of
 from solvers import SOLVERS
 
 
@@ -175,3 +176,11 @@ def test_a_run_in_the_folder_of_another_moves_that_aside_and_takes_nothing_of_it
     assert "model.safetensors" not in left and not any("checkpoint" in name for name in left)
     assert (tmp_path / "run" / "earlier" / "config.toml").read_bytes() == first
     assert (tmp_path / "run" / "earlier" / "model.safetensors").exists()
+
+
+def test_data_with_other_classes_than_the_model_was_made_for_are_refused():
+    config = odeformer.VisionConfig(image_size=8, patch_size=4, channels=1, n_classes=4, n_layers=1,
+                                    block=odeformer.BlockConfig(8, 2))
+    with pytest.raises(ValueError, match=r"n_classes = 10.*made for 4"):
+        task_of(odeformer.VisionEncoder(config), odeformer.DATA["digits"](), None)
+

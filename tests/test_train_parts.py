@@ -347,6 +347,20 @@ def test_all_random_states_come_back():
                      random.gauss(0, 1)]
 
 
+def test_validation_moves_no_random_state_whatever_a_task_draws():
+    class Drawing(Language):
+        def evaluate(self, model, split="test", batch_size=64):
+            torch.rand(1), np.random.rand(), random.random()
+            return {"bits_per_byte": 1.0}
+
+    trainer = Trainer(decoder(), Drawing("noise", TEXT, TEXT[:50], length=10, valid=TEXT[:50]),
+                      TrainConfig(steps=2, batch_size=4, validate_every=1))
+    before = [torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()]
+    trainer.validate()
+    assert torch.equal(torch.get_rng_state(), before[0]) and (np.random.get_state()[1] == before[1]).all()
+    assert random.getstate() == before[2]
+
+
 def test_a_task_of_ones_own_needs_five_names():
     class Own:
         name, n_train = "own", 6
