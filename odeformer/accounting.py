@@ -12,6 +12,7 @@ from odeformer.attention.base import Attention
 from odeformer.block import Block, Sublayer
 from odeformer.generate import evaluating
 from odeformer.models.base import to_be_filled
+from odeformer.models.parts import parts_of
 from odeformer.tables import at_least
 
 
@@ -66,7 +67,7 @@ def parameter_report(model: nn.Module, n_tokens: int | None = None) -> Parameter
 def _both(model: nn.Module, n_tokens: int | None) -> ParameterReport:
     """Of an encoder and a decoder: sums, and the two by themselves; multiply_adds are those of a source token and a
     target token."""
-    parts = {name: parameter_report(getattr(model, name), n_tokens) for name in ("encoder", "decoder")}
+    parts = {name: parameter_report(part, n_tokens) for name, part in parts_of(model).items()}
     total = ParameterReport(_sum(list(parts.values())), **parts, plain=_sum([part["plain"] for part in parts.values()]))
     total["parameters"] = _count(model)  # what is shared counts once
     return total
@@ -88,7 +89,7 @@ def evaluations(model: nn.Module) -> tuple[dict[str, int] | None, int | float | 
     memory = {"memory": z} if model.cross else {}
     counts: Counter[str] = Counter()
     hooks = [part.core.register_forward_pre_hook(lambda core, inputs, name=name: counts.update([name]))
-             for block in model.layers for name, part in parts_of(block).items()]
+             for block in model.layers for name, part in block.parts.items()]
     try:
         with torch.no_grad():
             nfe = model.evolve(z, **memory).nfe
@@ -98,14 +99,9 @@ def evaluations(model: nn.Module) -> tuple[dict[str, int] | None, int | float | 
     return counts, nfe
 
 
-def parts_of(block: Block) -> dict[str, Sublayer]:
-    """A block's sublayers by name."""
-    return {name: child for name, child in block.named_children() if isinstance(child, Sublayer)}
-
-
 def part_multiply_adds(block: Block, n_tokens: int) -> dict[str, int]:
     """Of one evaluation of each sublayer of a layer, for a token among n_tokens."""
-    return {name: _multiply_adds(part, n_tokens) for name, part in parts_of(block).items()}
+    return {name: _multiply_adds(part, n_tokens) for name, part in block.parts.items()}
 
 
 def _multiply_adds(part: Sublayer, n_tokens: int) -> int:

@@ -171,11 +171,14 @@ class Block(nn.Module):
         self.feedforward = kind(feedforward, placement(), config.dropout)
 
     @property
+    def parts(self) -> dict[str, Sublayer]:
+        """The sublayers by name, in the order in which a textbook layer applies them."""
+        return {name: child for name, child in self.named_children() if isinstance(child, Sublayer)}
+
+    @property
     def sublayers(self) -> tuple[Sublayer, ...]:
-        """In the order in which a textbook layer applies them."""
-        if self.cross_attention is None:
-            return self.attention, self.feedforward
-        return self.attention, self.cross_attention, self.feedforward
+        """The same without names."""
+        return tuple(self.parts.values())
 
 
 class Part:

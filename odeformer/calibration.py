@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from odeformer.depth import ErrorProfile, solve, taking_turns
-from odeformer.models.base import DepthModel
-from odeformer.models.seq2seq import Seq2Seq
-from odeformer.refit import parts_of
+from odeformer.generate import evaluating
+from odeformer.models.parts import check_model, parts_of
 from odeformer.tables import at_least, finite
 
 MOST = 512  # steps a layer, at which the search for a target error ends
@@ -53,8 +52,7 @@ def calibrate(model: nn.Module, *inputs: Any, error: float | None = None, nfe: i
         finite("error", error, above=0)
     else:
         at_least("nfe", nfe, 1)
-    if not isinstance(model, DepthModel | Seq2Seq):
-        raise TypeError(f"model must be a model of this package with layers, got {type(model).__name__}")
+    check_model(model)
     if "return_solution" in options:
         raise TypeError("return_solution is not an option of calibrate, which asks for the Solution itself")
     parts = parts_of(model)
@@ -63,12 +61,8 @@ def calibrate(model: nn.Module, *inputs: Any, error: float | None = None, nfe: i
         if solver.is_adaptive or getattr(solver, "to_equilibrium", False):
             raise ValueError(f"solver {solver.name!r} chooses its own steps; calibrate a model with a fixed-step one, "
                              "such as with_solver('rk4')")
-    with torch.no_grad():
-        was = model.training
-        try:
-            _, solution = model.eval()(*inputs, return_solution=True, **options)
-        finally:
-            model.train(was)
+    with evaluating(model):
+        _, solution = model(*inputs, return_solution=True, **options)
         done = {name: _calibrate(part, getattr(solution, name) if name else solution, error, nfe)
                 for name, part in parts.items()}
     for name, result in done.items():

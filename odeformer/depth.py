@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import solvers
+from odeformer.blocks import LayeredField
 from odeformer.context import Context
 from odeformer.fusion import FUSIONS, Fusion
 from odeformer.layer_drop import DRAWS, SCHEDULES
@@ -157,24 +158,12 @@ def integrate(f: Any, z: Tensor, solver: Any, config: DepthConfig, n_layers: int
                 raise ValueError("steer draws the end of depth for each pass, which torch.compile would freeze; "
                                  "compile the model without it")
             end += config.steer * (2 * torch.rand(()).item() - 1)
-            f = _Ending(f, end)
+            if pieces := getattr(f, "pieces", None):
+                f = LayeredField([*pieces[:-1], (pieces[-1][0], end, pieces[-1][2])])
             if config.grid is not None:
                 amounts = {"grid": [*config.grid[:-1], end]}
         solution = _solve(f, z, (0, end), solver, context, config.gradient, save, amounts)
     return _with_routing(solution, f, context, config.gradient)
-
-
-class _Ending:
-    """A field over [0, end]: its last piece ends there."""
-
-    def __init__(self, f: Any, end: float):
-        self.f, pieces = f, getattr(f, "pieces", None)
-        self.splitting, self.parts = getattr(f, "splitting", None), getattr(f, "parts", None)
-        self.kinks = getattr(f, "kinks", ())
-        self.pieces = pieces and [*pieces[:-1], (pieces[-1][0], end, pieces[-1][2])]
-
-    def __call__(self, z: Tensor, l: Tensor) -> Tensor:
-        return self.f(z, l)
 
 
 def _solve(f: Any, z: Tensor, span: tuple[float, float], solver: Any, context: Context, gradient: str, save: bool,

@@ -10,9 +10,8 @@ from torch import Tensor
 from odeformer.block import COUPLINGS
 from odeformer.depth import SPLITTINGS, split
 from odeformer.generate import evaluating
+from odeformer.models.parts import check_model, parts_of
 from odeformer.tables import look_up
-
-PARTS = ("encoder", "decoder")  # of a model that is made of two
 
 
 def fit_hypersolver(model: Any, batches: Iterable[Any], **options: Any) -> Any:
@@ -32,8 +31,8 @@ def fit_hypersolver(model: Any, batches: Iterable[Any], **options: Any) -> Any:
     >>> model = model.with_solver("hypersolver", base="euler")      # doctest: +SKIP
     >>> fit_hypersolver(model, [tokens]).error                      # doctest: +SKIP
     """
-    found = {name: getattr(model, name) for name in PARTS if hasattr(model, name)}
-    models = {name: part for name, part in (found or {"": model}).items() if hasattr(part.solver, "rebased")}
+    check_model(model)
+    models = {name: part for name, part in parts_of(model).items() if hasattr(part.solver, "rebased")}
     if not models:
         raise ValueError("model must have the solver 'hypersolver': take model.with_solver('hypersolver', base=...)")
     for part in models.values():
@@ -42,7 +41,7 @@ def fit_hypersolver(model: Any, batches: Iterable[Any], **options: Any) -> Any:
         passes = [_solution(model, batch) for batch in batches]
     fits = {name: _fit(part, [getattr(one, name) if name else one for one in passes], options)
             for name, part in models.items()}
-    return fits if found else fits[""]
+    return fits.get("", fits)
 
 
 def check(model: Any) -> None:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from odeformer.models.parts import parts_of
 from odeformer.tables import at_least, finite, look_up
 
 Regularizer = Callable[[Any, Any], Tensor]
-PARTS = ("encoder", "decoder")  # of a model, and of its Solution, that is made of two
 
 
 class Interval(NamedTuple):
@@ -148,8 +148,7 @@ def penalties(model: Any, solution: Any, weights: Mapping[str, float]) -> dict[s
 
 def _stacks(model: Any, solution: Any) -> list[tuple[Any, Any]]:
     """The stacks of layers of a model, each with its Solution."""
-    names = [name for name in PARTS if hasattr(model, name)]
-    return [(getattr(model, name), getattr(solution, name, None)) for name in names] or [(model, solution)]
+    return [(part, getattr(solution, name, None) if name else solution) for name, part in parts_of(model).items()]
 
 
 def _check_states(solution: Any) -> None:

@@ -36,19 +36,14 @@ class SmoothBlocks(Blocks):
         """l -> the parameters of a sublayer ("attention", "feedforward") that depend on l, as they are now."""
         raise NotImplementedError
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of a block's sublayers, in order."""
-        return tuple(name for name, child in self[0].named_children() if isinstance(child, Sublayer))
-
     def theta(self, l: Tensor) -> dict[str, Tensor]:
         """All parameters of a layer at depth l (a 0-d tensor), under their names in a block."""
         fixed = dict(self[0].named_parameters())
-        return fixed | {f"{part}.{name}": x for part in self.parts for name, x in self.bind(part)(l).items()}
+        return fixed | {f"{part}.{name}": x for part in self[0].parts for name, x in self.bind(part)(l).items()}
 
     def field(self, coupling: str | type, context: Context) -> Any:
         """The field over [0, n_layers]: one piece, where no layer is dropped."""
-        weights = [(own(getattr(self[0], part)), Remembered(self.bind(part), self)) for part in self.parts]
+        weights = [(own(sublayer), Remembered(self.bind(part), self)) for part, sublayer in self[0].parts.items()]
         if context.keep is None:
             return self._at(coupling, context, 0, weights)
         return LayeredField([(float(i), float(i + 1), self._at(coupling, context, i, weights))
@@ -277,7 +272,7 @@ class Modulated(SmoothBlocks):
 
     def __init__(self, n_layers: int, make_block: Callable[[], Block], *, d_embedding: int = 16, hidden: int = 32):
         super().__init__(n_layers, make_block, 1)
-        self.names = {part: self._moved(part) for part in self.parts}
+        self.names = {part: self._moved(part) for part in self[0].parts}
         if not any(self.names.values()):
             raise ValueError("weights 'modulated' move the scale and shift of norms, and these blocks have none with "
                              "parameters")

@@ -37,7 +37,8 @@ class Remembered:
         if is_followed(l):
             return self.at(l)
         depth = l.item() if l.device.type == "cpu" else id(l)
-        key = depth, torch.is_grad_enabled(), sum(p._version for p in self.parameters)
+        changes = sum(p._version for p in self.parameters if not p.is_inference())  # which keep no count
+        key = depth, torch.is_grad_enabled(), changes
         if key not in self.kept:
             with apart(l):
                 made = self.at(l)

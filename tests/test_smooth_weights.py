@@ -439,6 +439,12 @@ def test_passes_in_threads_do_not_see_each_others_weights(name):
     assert all(torch.equal(x, wanted[i % 4]) for i, x in enumerate(found))
 
 
+def test_a_model_made_under_inference_mode_runs():
+    with torch.inference_mode():
+        model = tiny(weights="linear", solver="rk4", n_steps=2)
+        assert model.evolve(state()).z.isfinite().all()
+
+
 def test_a_field_kept_while_parameters_change_has_the_new_ones_at_every_depth():
     model = tiny(weights="linear", moved=0.2)
     f, ls = model.vector_field(state()), [torch.tensor(l, dtype=torch.float64) for l in (1.0, 1.5)]
