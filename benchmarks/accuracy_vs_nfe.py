@@ -1,8 +1,9 @@
 """Accuracy against NFE on real images: which solver, how many evaluations of the field.
 
 ``train``: a small vision Transformer, one shared layer over the depth [0, 1], is trained under each solver and number
-of steps; parameters are equal throughout. ``swap``: one model trained with fine steps is evaluated, weights unchanged,
-under other solvers and step counts; its final state is compared with a reference of 256 rk4 steps.
+of steps; parameters are equal throughout. ``swap``: one model a seed, trained with four rk4 steps, is evaluated,
+weights unchanged, under other solvers and step counts; the error of its final state is relative to 256 rk4 steps.
+``over euler``: the difference to as many NFE spent on euler steps, of the same part and seed.
 """
 
 from __future__ import annotations
@@ -15,22 +16,28 @@ from typing import Any
 
 import torch
 
+from benchmarks.comparison import by_seed, difference
+from benchmarks.fronts import Fronts
+from benchmarks.training import train
 from odeformer import BlockConfig, DepthConfig, VisionConfig, VisionEncoder
 from odeformer.data import DATA
-from odeformer.train import TrainConfig, Trainer
+from odeformer.tasks import as_task
 
-COLUMNS = ("part", "solver", "steps", "NFE", "parameters", "accuracy", "spread", "state error", "seconds")
+COLUMNS = ("part", "solver", "steps", "NFE", "accuracy", "spread", "over euler", "verdict", "state error",
+           "ms an update")
 PRESETS = {
     "quick": {"seeds": 3, "updates": 200},
-    "cpu": {"seeds": 5, "updates": 1500},
+    "cpu": {"seeds": 5, "updates": 600},
+    "gpu": {"seeds": 5, "updates": 5000},
 }
-STEPS = {"euler": (1, 2, 4, 8), "midpoint": (1, 2, 4), "ab2": (2, 4, 8), "rk4": (1, 2), "dopri5": (None,)}
-SWAP_STEPS = {"euler": (1, 2, 4, 8, 16, 32), "midpoint": (1, 2, 4, 8, 16), "ab2": (2, 4, 8, 16, 32),
+STEPS = {"euler": (1, 2, 4, 8), "midpoint": (1, 2, 4), "ab2": (3, 7), "rk4": (1, 2), "dopri5": (None,)}
+SWAP_STEPS = {"euler": (1, 2, 4, 8, 16, 32), "midpoint": (1, 2, 4, 8, 16), "ab2": (3, 7, 15, 31),
               "rk4": (1, 2, 4, 8), "dopri5": (None,)}
 DEPTH = 1
-RTOL = 1e-2
+TOLERANCE = 1e-2  # of the adaptive solver, relative and absolute
 SIZE = (13, 4)
-WORKERS = 8
+WORKERS = 2
+FRONTS = Fronts(score="accuracy", label="test accuracy", higher=True, panel="part")
 
 
 def cases(settings: dict[str, Any], seeds: int) -> Iterator[dict[str, Any]]:
@@ -46,7 +53,7 @@ def cases(settings: dict[str, Any], seeds: int) -> Iterator[dict[str, Any]]:
 
 def depth(solver: str, steps: int | None) -> dict[str, Any]:
     """The depth options of a case."""
-    return {"rtol": RTOL, "atol": 1e-4} if steps is None else {"n_steps": steps}
+    return {"rtol": TOLERANCE, "atol": TOLERANCE} if steps is None else {"n_steps": steps}
 
 
 @cache
@@ -55,46 +62,44 @@ def data(name: str) -> Any:
     return DATA[name]()
 
 
-def trained(case: dict[str, Any], solver: str, steps: int | None) -> tuple[VisionEncoder, float]:
-    """A model trained under a solver, and the seconds it took. The data order depends on the seed alone."""
+def trained(case: dict[str, Any], solver: str, steps: int | None) -> tuple[VisionEncoder, dict[str, Any]]:
+    """A model trained under a solver, and a row about it."""
     images = data(case["data"])
-    torch.manual_seed(case["seed"])
-    block = BlockConfig(32, 4, d_ff=64, coupling="parallel")
-    model = VisionEncoder(VisionConfig(
-        image_size=images.size, patch_size=2, channels=images.channels, n_classes=images.n_classes, n_layers=DEPTH,
-        block=block, depth=DepthConfig(solver=solver, weights="shared", **depth(solver, steps))))
-    trainer = Trainer(model, images, TrainConfig(steps=case["updates"], seed=case["seed"], learning_rate=5e-3))
-    trainer.run(progress=False)
-    return model, trainer.seconds
+    config = VisionConfig(image_size=images.size, patch_size=2, channels=images.channels, n_classes=images.n_classes,
+                          n_layers=DEPTH, block=BlockConfig(32, 4, d_ff=64, coupling="parallel"),
+                          depth=DepthConfig(solver=solver, weights="shared", **depth(solver, steps)))
+    return train(lambda: VisionEncoder(config), as_task(images), seed=case["seed"], steps=case["updates"],
+                 batch_size=64, learning_rate=5e-3)
 
 
 def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """Test accuracy, NFE of a forward pass over the test images, seconds (of training, or of the evaluation)."""
+    """Test accuracy, NFE of a forward pass over the test images, CPU seconds of an update; in the swap those of the
+    evaluation, for they are not trained again."""
     images = data(case["data"])
     if case["part"] == "train":
-        model, seconds = trained(case, case["solver"], case["steps"])
-        row, _ = evaluated(model, images, case["solver"], case["steps"])
-        return [row | {"seconds": seconds}]
-    fine, _ = trained(case, "rk4", 4)
-    _, reference = evaluated(fine.with_solver("rk4", n_steps=256), images, "rk4", 256)
+        model, row = trained(case, case["solver"], case["steps"])
+        found, _ = evaluated(model, images)
+        return [row | found | {"steps": case["steps"]}]
+    fine, row = trained(case, "rk4", 4)
+    _, reference = evaluated(fine.with_solver("rk4", n_steps=256), images)
     rows = []
     for solver, counts in SWAP_STEPS.items():
         for steps in counts:
-            row, z = evaluated(fine.with_solver(solver, **depth(solver, steps)), images, solver, steps)
-            rows.append(row | {"state_error": ((z - reference).norm() / reference.norm()).item()})
+            begun = time.process_time()
+            found, z = evaluated(fine.with_solver(solver, **depth(solver, steps)), images)
+            seconds = time.process_time() - begun
+            rows.append(row | found | {"solver": solver, "steps": steps, "n_steps": found["n_steps"],
+                                       "seconds": seconds,
+                                       "state_error": ((z - reference).norm() / reference.norm()).item()})
     return rows
 
 
 @torch.no_grad()
-def evaluated(model: VisionEncoder, images: Any, solver: str, steps: int | None) -> tuple[dict[str, Any], torch.Tensor]:
-    """A row about the test images, and the final state."""
-    start = time.perf_counter()
+def evaluated(model: VisionEncoder, images: Any) -> tuple[dict[str, Any], torch.Tensor]:
+    """NFE, steps and accuracy on the test images, and the final state."""
     logits, solution = model(images.test_x, return_solution=True, save_states=False)
-    seconds = time.perf_counter() - start
     hits = (logits.argmax(-1) == images.test_y).float()
-    return {"solver": solver, "steps": steps, "nfe": solution.nfe, "n_steps": solution.n_steps,
-            "parameters": sum(p.numel() for p in model.parameters()), "accuracy": hits.mean().item(),
-            "seconds": seconds}, solution.z
+    return {"nfe": solution.nfe, "n_steps": solution.n_steps, "accuracy": hits.mean().item()}, solution.z
 
 
 def grouped(rows: list[dict[str, Any]], part: str) -> Iterator[tuple[str, int | None, list[dict[str, Any]]]]:
@@ -104,16 +109,26 @@ def grouped(rows: list[dict[str, Any]], part: str) -> Iterator[tuple[str, int | 
         yield solver, steps, [row for row in chosen if (row["solver"], row["steps"]) == (solver, steps)]
 
 
+def against_euler(rows: list[dict[str, Any]], part: str, group: list[dict[str, Any]]) -> Any:
+    """The difference in accuracy to euler at equal NFE, None where there is no such row."""
+    for solver, _, base in grouped(rows, part):
+        if solver == "euler" and base is not group and base[0]["nfe"] == group[0]["nfe"] and group[0][
+                "solver"] != "euler":
+            return difference(by_seed(group, "accuracy"), by_seed(base, "accuracy"))
+    return None
+
+
 def summary(rows: list[dict[str, Any]]) -> Iterator[tuple]:
     """Table rows: means over seeds, spread as the standard deviation."""
     for part, counts in (("train", STEPS), ("swap", SWAP_STEPS)):
         order = [(solver, steps) for solver in counts for steps in counts[solver]]
         for solver, steps, group in sorted(grouped(rows, part), key=lambda x: order.index(x[:2])):
-            scores = [row["accuracy"] for row in group]
+            scores, found = [row["accuracy"] for row in group], against_euler(rows, part, group)
             error = f"{median(row['state_error'] for row in group):.1e}" if part == "swap" else ""
+            cost = f"{1e3 * mean(r['seconds'] for r in group):.1f}" if part == "train" else ""
             yield (part, solver, "adaptive" if steps is None else steps, f"{mean(r['nfe'] for r in group):.3g}",
-                   group[0]["parameters"], f"{mean(scores):.4f}", f"{stdev(scores):.4f}" if len(scores) > 1 else "",
-                   error, f"{mean(r['seconds'] for r in group):.2f}")
+                   f"{mean(scores):.4f}", f"{stdev(scores):.4f}" if len(scores) > 1 else "",
+                   "" if found is None else found.shown(4), "" if found is None else found.verdict(), error, cost)
 
 
 def draw(rows: list[dict[str, Any]], figure: Any) -> None:

@@ -12,22 +12,24 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from benchmarks.fronts import Fronts
 from benchmarks.reference import TorchDecoder
-from benchmarks.training import REFERENCE, averaged, cases, depth, grouped, scatter, train
+from benchmarks.training import BASELINE, REFERENCE, averaged, cases, compared, depth, grouped, scatter, train
 from odeformer import BlockConfig, Decoder, DecoderConfig
 from odeformer.data import DATA
 from odeformer.tasks import Language
 
 __all__ = ["COLUMNS", "PRESETS", "cases", "draw", "measure", "summary"]
 
-COLUMNS = ("solver", "NFE", "parameters", "bits per byte", "spread", "CPU s an update")
+COLUMNS = ("solver", "NFE", "parameters", "bits per byte", "spread", "over euler", "verdict", "CPU s an update")
 PRESETS = {
-    "quick": {"seeds": 1, "steps": 60, "n_layers": 2, "d_model": 64, "length": 64, "batch_size": 16},
-    "cpu": {"seeds": 2, "steps": 300, "n_layers": 3, "d_model": 96, "length": 96, "batch_size": 16},
-    "gpu": {"seeds": 3, "steps": 20000, "n_layers": 8, "d_model": 512, "length": 512, "batch_size": 64},
+    "quick": {"seeds": 3, "steps": 60, "n_layers": 2, "d_model": 64, "length": 64, "batch_size": 16},
+    "cpu": {"seeds": 5, "steps": 300, "n_layers": 3, "d_model": 64, "length": 64, "batch_size": 16},
+    "gpu": {"seeds": 5, "steps": 20000, "n_layers": 8, "d_model": 512, "length": 512, "batch_size": 64},
 }
 TEST_BYTES = 100_000
 SIZE = (5.5, 3.8)
+FRONTS = Fronts(score="bits_per_byte", label="bits per byte, unseen plays", higher=False)
 WORKERS = 2
 
 
@@ -52,9 +54,10 @@ def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
 def summary(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """One line a solver, over seeds."""
     lines = []
-    for (solver,), group in grouped(rows, "solver").items():
-        value, spread = averaged(group, "bits_per_byte")
-        lines.append((solver, f"{group[0]['nfe']}", f"{group[0]['parameters']}", f"{value:.3f}", f"{spread:.3f}",
+    groups = grouped(rows, "solver")
+    for (solver,), group in groups.items():
+        cells = compared(group, groups[BASELINE,], "bits_per_byte", higher_is_better=False)
+        lines.append((solver, f"{group[0]['nfe']:g}", f"{group[0]['parameters']}", *cells,
                       f"{averaged(group, 'seconds')[0]:.3f}"))
     return lines
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from odeformer import DecoderConfig, Seq2SeqConfig, VisionConfig
+from odeformer import Decoder, DecoderConfig, Seq2Seq, Seq2SeqConfig, VisionConfig, VisionEncoder
 from odeformer.block import BlockConfig
 
 OPTIONS = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
@@ -45,11 +45,17 @@ def future(n: int) -> Tensor:
 
 
 class Reference(nn.Module):
-    """What all have: a config, and results with a solution where asked."""
+    """What all have: a config, and results with a solution where asked. ``ours``: our model of that config."""
+
+    ours: type
 
     def __init__(self, config: Any):
         super().__init__()
         self.config = config
+
+    def parameter_report(self) -> dict[str, Any]:
+        """Multiply-adds of a textbook Transformer of this config, by formula."""
+        return self.ours(self.config).parameter_report()["plain"]
 
     def result(self, logits: Tensor, return_solution: bool) -> Any:
         """Logits, and the number of layers as NFE."""
@@ -58,6 +64,8 @@ class Reference(nn.Module):
 
 class TorchDecoder(Reference):
     """A causal language model."""
+
+    ours = Decoder
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)
@@ -76,6 +84,8 @@ class TorchDecoder(Reference):
 class TorchVision(Reference):
     """An image classifier that averages its patches."""
 
+    ours = VisionEncoder
+
     def __init__(self, config: VisionConfig):
         super().__init__(config)
         d_model, p = config.block.d_model, config.patch_size
@@ -92,6 +102,8 @@ class TorchVision(Reference):
 
 class TorchSeq2Seq(Reference):
     """An encoder-decoder, with what ``odeformer.generate`` calls of its decoder."""
+
+    ours = Seq2Seq
 
     def __init__(self, config: Seq2SeqConfig):
         super().__init__(config)

@@ -1,14 +1,9 @@
 """The commands odeformer and python -m benchmarks."""
 
-import json
-import re
-from types import MappingProxyType
 
 import pytest
 
 import odeformer
-from benchmarks import runner
-from benchmarks.__main__ import main as benchmarks
 from odeformer.cli import main
 from odeformer.recipes import task_of
 from solvers import SOLVERS
@@ -36,99 +31,9 @@ def test_wrong_names_come_out_as_one_line(tmp_path, capsys):
     assert "bmpp" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
-    assert benchmarks(["run", "accuracy"]) == 2
-    assert "accuracy_vs_nfe" in capsys.readouterr().err
-    assert benchmarks(["run", "overhead", "--preset", "fast"]) == 2
-    assert "quick" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
         main(["fly"])
     assert caught.value.code == 2
-
-
-def test_benchmarks_list_and_every_listed_one_has_what_the_runner_needs(capsys):
-    assert benchmarks(["list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(runner.BENCHMARKS)
-    for name in runner.BENCHMARKS:
-        module = runner.find(name)
-        assert {"quick", "cpu"} <= module.PRESETS.keys()
-        assert list(module.cases(module.PRESETS["quick"], 1))
-        for attribute in ("measure", "summary", "draw", "COLUMNS", "WORKERS"):
-            assert hasattr(module, attribute), (name, attribute)
-
-
-def test_committed_results_can_be_read_tabled_and_drawn():
-    from matplotlib.figure import Figure
-
-    for name in runner.BENCHMARKS:
-        path = runner.RESULTS / f"{name}.json"
-        rows, module = runner.read_rows(path), runner.find(name)
-        assert len(list(module.summary(rows))) > 3
-        module.draw(rows, Figure())
-        meta = json.loads(path.read_text())["meta"]
-        assert {"command", "torch", "machine", "revision"} <= meta.keys()
-
-
-def test_a_stopped_benchmark_keeps_its_rows_and_resumes(tmp_path, monkeypatch, capsys):
-    calls = []
-
-    class Module:
-        PRESETS = MappingProxyType({"quick": {"seeds": 1}})
-        COLUMNS = ("case", "value")
-        WORKERS = 1
-
-        @staticmethod
-        def cases(settings, seeds):
-            return [{"n": n} for n in range(4)]
-
-        @staticmethod
-        def measure(case):
-            if case["n"] == 2 and len(calls) < 3:
-                calls.append("stop")
-                raise KeyboardInterrupt
-            calls.append(case["n"])
-            return [{"value": case["n"] ** 2}]
-
-        @staticmethod
-        def summary(rows):
-            return [(row["case"]["n"], row["value"]) for row in rows]
-
-        @staticmethod
-        def draw(rows, figure):
-            figure.subplots().plot([row["value"] for row in rows])
-
-    monkeypatch.setattr(runner, "RESULTS", tmp_path)
-    monkeypatch.setattr(runner, "find", lambda name: Module)
-    assert benchmarks(["run", "toy"]) == 130
-    assert "--resume" in capsys.readouterr().err
-    assert [row["value"] for row in runner.read_rows(tmp_path / "toy.json")] == [0, 1]
-    assert benchmarks(["run", "toy", "--resume"]) == 0
-    assert calls == [0, 1, "stop", 2, 3]
-    assert [row["value"] for row in runner.read_rows(tmp_path / "toy.json")] == [0, 1, 4, 9]
-    assert "| 3    | 9     |" in capsys.readouterr().out
-    assert (tmp_path / "toy.png").stat().st_size > 1000
-
-
-def test_the_tables_in_the_readme_are_those_of_the_committed_results():
-    text = (runner.RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
-    assert "<!-- results: accuracy_vs_nfe -->" in text
-    assert runner.fill(text) == text
-    assert runner.fill(text.replace("| euler", "| eular")) == text
-
-
-def test_the_readme_names_every_solver():
-    text = (runner.RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
-    names = set(re.findall(r"\w+", text))
-    for first, last, tail in re.findall(r"`([a-z]+\d)(?:_pec)?` \.\.\. `[a-z]+(\d)(_pec)?`", text):
-        names |= {f"{first[:-1]}{i}{tail}" for i in range(int(first[-1]), int(last) + 1)}
-    assert set(SOLVERS) <= names, set(SOLVERS) - names
-
-
-@pytest.mark.parametrize("table", ["ATTENTION", "NORMS", "FEEDFORWARD", "POSITIONS", "INITIALIZERS", "WEIGHTS",
-                                   "COUPLINGS", "FUSIONS", "HEADS", "CACHES", "DATA"])
-def test_the_readme_names_every_entry_of_a_table(table):
-    text = (runner.RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
-    missing = set(getattr(odeformer, table)) - set(re.findall(r"\w+", text))
-    assert not missing
 
 
 def test_a_language_model_is_trained_evaluated_and_writes(tmp_path, capsys):

@@ -1,0 +1,225 @@
+"""The benchmark runner: results on disk, tables, the README and the report."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from types import MappingProxyType
+
+import pytest
+
+import odeformer
+from benchmarks import runner, store
+from benchmarks.__main__ import main as benchmarks
+from benchmarks.fronts import Fronts
+from benchmarks.tables import fill
+from odeformer.plots import pareto_front
+from solvers import SOLVERS
+
+TRAINED = ("accuracy_vs_nfe", "images", "language", "translation")
+
+
+def test_benchmarks_list_and_every_listed_one_has_what_the_runner_needs(capsys):
+    assert benchmarks(["list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(runner.BENCHMARKS)
+    for name in runner.BENCHMARKS:
+        module = runner.find(name)
+        assert {"quick", "cpu"} <= module.PRESETS.keys()
+        assert list(module.cases(module.PRESETS["quick"], 1))
+        for attribute in ("measure", "summary", "draw", "COLUMNS", "SIZE", "WORKERS"):
+            assert hasattr(module, attribute), (name, attribute)
+
+
+def test_committed_results_can_be_read_tabled_and_drawn():
+    from matplotlib.figure import Figure
+
+    for name in runner.BENCHMARKS:
+        path = store.RESULTS / f"{name}.jsonl"
+        rows, module = store.read_rows(path), runner.find(name)
+        assert len(list(module.summary(rows))) > 3
+        module.draw(rows, Figure())
+        assert all({"command", "torch", "machine", "revision", "python", "date"} <= row["run"].keys() for row in rows)
+
+
+def test_a_stopped_benchmark_keeps_its_rows_and_resumes(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    class Module:
+        PRESETS = MappingProxyType({"quick": {"seeds": 1}})
+        COLUMNS = ("case", "value")
+        SIZE = (4, 3)
+        WORKERS = 1
+
+        @staticmethod
+        def cases(settings, seeds):
+            return [{"n": n} for n in range(4)]
+
+        @staticmethod
+        def measure(case):
+            if case["n"] == 2 and len(calls) < 3:
+                calls.append("stop")
+                raise KeyboardInterrupt
+            calls.append(case["n"])
+            return [{"value": case["n"] ** 2}]
+
+        @staticmethod
+        def summary(rows):
+            return [(row["case"]["n"], row["value"]) for row in rows]
+
+        @staticmethod
+        def draw(rows, figure):
+            figure.subplots().plot([row["value"] for row in rows])
+
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    monkeypatch.setattr(runner, "find", lambda name: Module)
+    assert benchmarks(["run", "toy"]) == 130
+    assert "--resume" in capsys.readouterr().err
+    assert [row["value"] for row in store.read_rows(tmp_path / "toy.jsonl")] == [0, 1]
+    assert benchmarks(["run", "toy", "--resume"]) == 0
+    assert calls == [0, 1, "stop", 2, 3]
+    assert [row["value"] for row in store.read_rows(tmp_path / "toy.jsonl")] == [0, 1, 4, 9]
+    assert "| 3    | 9     |" in capsys.readouterr().out
+    assert (tmp_path / "toy.png").stat().st_size > 1000
+
+
+def test_the_tables_in_the_readme_are_those_of_the_committed_results():
+    text = (store.RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
+    assert "<!-- results: accuracy_vs_nfe -->" in text
+    assert fill(text) == text
+    assert fill(text.replace("| euler", "| eular")) == text
+
+
+def test_the_readme_names_every_solver():
+    text = (store.RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"\w+", text))
+    for first, last, tail in re.findall(r"`([a-z]+\d)(?:_pec)?` \.\.\. `[a-z]+(\d)(_pec)?`", text):
+        names |= {f"{first[:-1]}{i}{tail}" for i in range(int(first[-1]), int(last) + 1)}
+    assert set(SOLVERS) <= names, set(SOLVERS) - names
+
+
+@pytest.mark.parametrize("table", ["ATTENTION", "NORMS", "FEEDFORWARD", "POSITIONS", "INITIALIZERS", "WEIGHTS",
+                                   "COUPLINGS", "FUSIONS", "HEADS", "CACHES", "DATA"])
+def test_the_readme_names_every_entry_of_a_table(table):
+    text = (store.RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
+    missing = set(getattr(odeformer, table)) - set(re.findall(r"\w+", text))
+    assert not missing
+
+
+def test_every_row_stands_alone_with_what_made_it(tmp_path):
+    rows = [{"case": {"preset": "quick", "seed": 0}, "accuracy": 0.5, "run": store.environment()}]
+    store.write_rows(tmp_path / "x.jsonl", rows * 2)
+    lines = (tmp_path / "x.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows * 2
+    assert {"torch", "torchdiffeq", "python", "machine", "revision", "date"} <= json.loads(lines[0])["run"].keys()
+    (tmp_path / "x.jsonl").write_text(lines[0] + "\n" + lines[1][:20])
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        store.read_rows(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_rows_of_trained_models_hold_every_factor(name):
+    for row in store.read_rows(store.path_of(name)):
+        factors = {"task", "model", "solver", "n_steps", "weights", "gradient", "nfe", "nfe_backward", "parameters",
+                   "multiply_adds", "seconds", "memory"}
+        assert factors <= row.keys(), factors - row.keys()
+        assert "seed" in row["case"]
+        assert runner.find(name).FRONTS.score in row
+
+
+def test_wrong_names_come_out_as_one_line(capsys):
+    assert benchmarks(["run", "accuracy"]) == 2
+    assert "accuracy_vs_nfe" in capsys.readouterr().err
+    assert benchmarks(["run", "overhead", "--preset", "fast"]) == 2
+    assert "quick" in capsys.readouterr().err
+    assert benchmarks(["run", "overhead", "--seeds", "0"]) == 2
+    assert "--seeds must be at least 1" in capsys.readouterr().err
+
+
+def test_a_report_without_results_says_how_to_make_some(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    assert benchmarks(["report", "--out", str(tmp_path / "r.html")]) == 2
+    assert "python -m benchmarks run NAME" in capsys.readouterr().err
+    assert not (tmp_path / "r.html").exists()
+
+
+class Seen(HTMLParser):
+    """What a page holds: ids, code, headings, the number of svg elements, what it would load."""
+
+    def __init__(self):
+        super().__init__()
+        self.ids, self.codes, self.loads, self.svgs, self.inside = [], [], [], 0, False
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.ids += [attrs["id"]] if "id" in attrs else []
+        self.svgs += tag == "svg"
+        self.inside = tag == "code"
+        self.loads += [value for name, value in attrs.items()
+                       if name in ("src", "href", "xlink:href") and not (value or "").startswith("#")]
+
+    def handle_data(self, data):
+        if self.inside:
+            self.codes.append(data)
+            self.inside = False
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    assert benchmarks(["report", "--out", str(path)]) == 0
+    return path
+
+
+@pytest.mark.slow
+def test_the_report_shows_every_study_with_its_command_and_loads_nothing(report):
+    seen = Seen()
+    seen.feed(report.read_text(encoding="utf-8"))
+    assert len(seen.ids) == len(set(seen.ids))
+    assert not seen.loads
+    assert seen.svgs >= len(runner.BENCHMARKS)
+    for name in runner.BENCHMARKS:
+        assert name in seen.ids
+        run = store.read_rows(store.path_of(name))[0]["run"]
+        assert run["command"] in seen.codes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium (apt-get install chromium)")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_report_is_as_wide_as_a_phone_and_its_tables_sort_in_a_real_browser(report, width, tmp_path):
+    """A script put behind the page's own clicks a heading and writes down what it sees."""
+    probe = """<script>window.addEventListener("load", function(){
+      var table = document.querySelector("h2#accuracy_vs_nfe ~ .scroll table"), out = {};
+      var names = Array.from(table.tHead.rows[0].cells).map(function(c){return c.textContent});
+      var at = names.findIndex(function(n){return n.indexOf("accuracy") === 0});
+      table.tHead.rows[0].cells[at].querySelector("button").click();
+      out.sorted = Array.from(table.tBodies[0].rows).map(function(r){return parseFloat(r.cells[at].textContent)});
+      out.page = document.documentElement.scrollWidth; out.window = window.innerWidth;
+      parent.postMessage("probe:" + JSON.stringify(out) + ":end", "*");});</script>"""
+    page = tmp_path / "page.html"
+    text = report.read_text(encoding="utf-8")
+    page.write_text(text.replace("</body>", probe + "</body>"), encoding="utf-8")
+    frame = tmp_path / "frame.html"  # since a headless window is not made narrower than 500 pixels
+    frame.write_text('<body><p></p><script>onmessage = function(e){document.querySelector("p").textContent = e.data}'
+                     f'</script><iframe src="page.html" width="{width}" height="900" style="border:0"></iframe></body>')
+    dumped = subprocess.run(["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+                             "--allow-file-access-from-files", "--virtual-time-budget=20000", frame.as_uri()],
+                            capture_output=True, text=True, timeout=120, check=True).stdout
+    found = json.loads(re.search(r"probe:(\{.*?\}):end", dumped).group(1).replace("&quot;", '"'))
+    assert found["sorted"] == sorted(found["sorted"])
+    assert len(found["sorted"]) > 10
+    assert found["page"] <= found["window"] == width
+
+
+def test_fronts_put_a_point_a_configuration_and_mark_what_nothing_dominates():
+    rows = [{"case": {"seed": seed, "solver": solver, "n": n}, "nfe": n, "seconds": 0.1 * n, "parameters": 7,
+             "score": gain * n + seed} for solver, gain in (("euler", 1.0), ("rk4", 2.0)) for n in (1, 2)
+            for seed in (0, 1)]
+    (title, figure), = Fronts(score="score", label="accuracy", higher=True).figures(rows)
+    assert title == "accuracy against cost"
+    points = Fronts(score="score", label="accuracy", higher=True)._points(rows, "nfe")
+    assert points == {"euler": ([1, 2], [1.5, 2.5]), "rk4": ([1, 2], [2.5, 4.5])}
+    assert list(pareto_front([1, 2, 1, 2], [1.5, 2.5, 2.5, 4.5])) == [False, False, True, True]
+    assert [axes.get_xlabel() for axes in figure.axes] == ["NFE of a forward pass", "CPU time of an update (s)",
+                                                           "parameters"]
