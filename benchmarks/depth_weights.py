@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 
 from benchmarks.images import images
 from benchmarks.language import text
-from benchmarks.training import averaged, grouped, train
+from benchmarks.training import compared, grouped, train
 from odeformer import BlockConfig, Decoder, DecoderConfig, DepthConfig, VisionConfig, VisionEncoder
 from odeformer.tasks import Classification, Language
 
 COLUMNS = ("data", "weights", "layer parameters", "multiply-adds a token", "trained: midpoint, NFE 12", "spread",
-           "euler, NFE 12", "midpoint, NFE 24", "rk4, NFE 24", "rk4, NFE 96")
+           "over piecewise", "verdict", "euler, NFE 12", "midpoint, NFE 24", "rk4, NFE 24", "rk4, NFE 96")
 FAMILIES: dict[str, dict[str, Any]] = {
     "piecewise": {},
     "shared": {},
@@ -33,9 +33,9 @@ TRAINED = ("midpoint", 1)  # solver and steps a layer: NFE 12 at 6 layers
 SWAPS = (TRAINED, ("euler", 1), ("euler", 2), ("euler", 8), ("midpoint", 2), ("midpoint", 8), ("rk4", 1), ("rk4", 4))
 METRICS = {"digits": "accuracy", "shakespeare": "bits_per_byte"}
 PRESETS = {
-    "quick": {"seeds": 1, "n_layers": 6, "tasks": {"digits": {"steps": 60, "d_model": 32, "batch_size": 64}}},
-    "cpu": {"seeds": 3, "n_layers": 6, "tasks": {
-        "digits": {"steps": 200, "d_model": 32, "batch_size": 64},
+    "quick": {"seeds": 3, "n_layers": 6, "tasks": {"digits": {"steps": 60, "d_model": 32, "batch_size": 64}}},
+    "cpu": {"seeds": 5, "n_layers": 6, "tasks": {
+        "digits": {"steps": 150, "d_model": 32, "batch_size": 64},
         "shakespeare": {"steps": 120, "d_model": 48, "batch_size": 16, "length": 64}}},
     "gpu": {"seeds": 5, "n_layers": 6, "tasks": {
         "digits": {"steps": 4000, "d_model": 128, "batch_size": 128},
@@ -113,13 +113,14 @@ def shortened(task: Any) -> Any:
 def summary(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """One line a data set and family, means over seeds; shown of the swaps are four."""
     lines = []
-    for (data, weights), group in grouped(rows, "data", "weights").items():
-        metric = [row | {"metric": row["swaps"][_trained(row)]["metric"]} for row in group]
-        value, spread = averaged(metric, "metric")
+    trained = [row | {"metric": row["swaps"][_trained(row)]["metric"]} for row in rows]
+    groups = grouped(trained, "data", "weights")
+    for (data, weights), group in groups.items():
+        cells = compared(group, groups[data, "piecewise"], "metric", higher_is_better=METRICS[data] == "accuracy")
         swapped = [f"{mean(row['swaps'][name]['metric'] for row in group):.3f}"
                    for name in ("euler:12", "midpoint:12", "rk4:6", "rk4:24")]
-        lines.append((data, weights, f"{group[0]['layer_parameters']}", f"{group[0]['multiply_adds']}",
-                      f"{value:.3f}", f"{spread:.3f}", *swapped))
+        lines.append((data, weights, f"{group[0]['layer_parameters']}", f"{group[0]['multiply_adds']}", *cells,
+                      *swapped))
     return lines
 
 

@@ -25,7 +25,7 @@ def write(path: str | Path) -> Path:
     page.paragraph(LEAD)
     page.heading("What we found")
     for line in findings().splitlines():
-        page.paragraph(line.removeprefix("* "))
+        page.paragraph(line.removeprefix("* ").replace("**", "`"))
     overview(page, there)
     for name in there:
         study(page, name)

@@ -181,8 +181,9 @@ class _Run:
         """The error norm of a packed state."""
         if self.solver.norm is not None:
             return torch.as_tensor(self.solver.norm(self.unpack(y)))
-        return torch.stack([(row_rms(x, keep) if x.dim() > 1 else x.abs().square().mean().sqrt()).amax()
-                            for x, keep in zip(tensors(self.unpack(y)), self.real, strict=True)]).amax()
+        norms = [row_rms(x, keep).amax() if x.dim() > 1 else x.abs().square().mean().sqrt()
+                 for x, keep in zip(tensors(self.unpack(y)), self.real, strict=True)]
+        return norms[0] if len(norms) == 1 else torch.stack(norms).amax()
 
     def lengths(self) -> list[float]:
         """Accepted h, in units of l."""

@@ -81,14 +81,16 @@ def _make(tableau: Tableau) -> type:
             last = self.rk_state
             if next_t == last.t1:
                 return last.y1
+            y0, y1, k, dt = last.interp_coeff
             if exact:
-                return super()._advance(next_t)
-            y0, f0 = last.interp_coeff
+                return rk_common._interp_evaluate(self._fit(y0, y1, k, dt), last.t0, last.t1, next_t)
+            f0 = k[..., 0]
             return rk_common._runge_kutta_step(self.func, y0, f0, last.t0, next_t - last.t0, next_t, self.tableau)[0]
 
-        def _interp_fit(self, y0: Tensor, y1: Tensor, k: Tensor, dt: Tensor) -> list[Tensor]:
-            if not exact:
-                return [y0, k[..., 0]]
+        def _interp_fit(self, *step: Tensor) -> tuple[Tensor, ...]:
+            return step  # fitted only where a depth within the step is asked for
+
+        def _fit(self, y0: Tensor, y1: Tensor, k: Tensor, dt: Tensor) -> list[Tensor]:
             if middle is not None:
                 return super()._interp_fit(y0, y1, k, dt)
             dt, f0, f1 = dt.type_as(y0), k[..., 0], k[..., -1]  # cubic Hermite

@@ -72,7 +72,7 @@ class ExplicitRungeKutta:
         h, at = step.h, step.at
         ks: list[State] = []
         for node, row in self._rows:
-            ks.append(f(accumulate(z, h, row, ks), at[node]))
+            ks.append(f(accumulate(z, h, row, ks) if row else z, at[node]))
         return ks
 
     def step(self, f: Evaluator, z: State, step: Step, memory: None) -> tuple[State, None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from solvers.base import Evaluator, SolverError, State, Step, VectorField, Work
+
+LONGEST_KEPT = 257  # points of a grid whose depth tensors are kept
 
 
 class Piece(NamedTuple):
@@ -199,12 +202,29 @@ def make_steps(piece: Piece, points: list[float], nodes: tuple[float, ...], dtyp
                device: torch.device) -> list[Step]:
     """The steps of a piece with all their depth tensors, made in one go; equal depths are one tensor.
 
-    Raises SolverError: neighbouring points that are one number in dtype.
+    On a CPU the tensors of a grid are kept for the next solve over it: they are constants, and making them takes longer
+    than all else that a short solve does outside f. Raises SolverError: neighbouring points that are one number in
+    dtype.
     """
-    points = [piece.local(l) for l in points]
+    points = tuple(map(piece.local, points)) if piece.rescaled else tuple(points)
+    inside = tuple(sorted(piece.inside(dtype))) if piece.nudge != (False, False) else None
+    if device.type != "cpu" or len(points) > LONGEST_KEPT or _is_special():
+        return _make_steps(points, nodes, inside, dtype, device)
+    steps = _kept_steps(points, nodes, inside, dtype, device)
+    if any(x._version or x.requires_grad for step in steps for x in step.at):  # f has written into them
+        return _make_steps(points, nodes, inside, dtype, device)
+    return steps
+
+
+def _is_special() -> bool:
+    """Where a tensor that is made now must not be met again later."""
+    return (torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack()
+            or torch._C._functorch.maybe_current_level() is not None)
+
+
+def _make_steps(points: tuple[float, ...], nodes: tuple[float, ...], inside: tuple[float, float] | None,
+                dtype: torch.dtype, device: torch.device) -> list[Step]:
     eps, extent = torch.finfo(dtype).eps, max(map(abs, points))
-    first, last = piece.inside(dtype)
-    inside = sorted((first, last))
     depths, steps = [], []
     if extent > torch.finfo(dtype).max or not math.isfinite(points[-1] - points[0]):
         raise ValueError(f"span must lie within what {dtype} can hold, got ({points[0]:g}, {points[-1]:g})")
@@ -215,7 +235,7 @@ def make_steps(piece: Piece, points: list[float], nodes: tuple[float, ...], dtyp
                               advice="take fewer steps, a span nearer to zero, or a float64 state")
         for c in nodes:
             x = l if c == 0 else end if c == 1 else l + c * h
-            depths.append(min(max(x, inside[0]), inside[1]) if piece.nudge != (False, False) else x)
+            depths.append(x if inside is None else min(max(x, inside[0]), inside[1]))
     places = {x: i for i, x in enumerate(dict.fromkeys(depths))}
     at = torch.tensor(list(places), dtype=dtype)
     if device.type != "cpu":  # pinned and not waited for, so that the host runs ahead of the device
@@ -226,3 +246,6 @@ def make_steps(piece: Piece, points: list[float], nodes: tuple[float, ...], dtyp
     for i, (l, end) in enumerate(pairwise(points)):
         steps.append(Step(l, end - l, at[i * m : (i + 1) * m]))
     return steps
+
+
+_kept_steps = lru_cache(maxsize=32)(_make_steps)

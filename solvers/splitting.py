@@ -11,6 +11,7 @@ from solvers.tableau import Tableau
 
 GRADIENTS = ("backprop", "checkpoint", "checkpoint_recursive", "adjoint")
 Window = tuple[float, float]  # (from, to) as fractions of the step
+WHOLE: Window = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,9 @@ class Splitting:
         l, h, at = step
         for part, window in self.schedule(len(parts)):
             start, stop = self.windows[window]
-            inner = Step(l + start * h, (stop - start) * h, tuple(at[i] for i in self._at[window]))
+            mine = self._at[window]
+            inner = step if (start, stop) == WHOLE and len(mine) == len(at) else Step(
+                l + start * h, (stop - start) * h, tuple([at[i] for i in mine]))
             z, memories[part] = self.base.step(parts[part], z, inner, memories[part])
         return z, tuple(memories)
 

@@ -651,3 +651,33 @@ def test_a_solver_error_survives_being_sent_to_another_process():
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) and (again.l, again.h, again.nfe) == (0.5, 0.1, 7)
     assert type(again) is SolverError and "advice" not in vars(again)
+
+
+def test_depths_are_made_once_for_all_solves_over_a_grid_and_a_field_that_spoils_them_spoils_no_other():
+    """z' = l has z(3) = 4.5 under the midpoint rule, whatever an earlier f did to its l."""
+    def seen(spoil):
+        at = []
+
+        def f(z, l):
+            at.append(l)
+            k = l.expand_as(z).clone()
+            spoil(l)
+            return k
+
+        z = solve(f, torch.zeros(2), span=(0.0, 3.0), solver="midpoint", n_steps=3).z
+        assert torch.equal(z.detach(), torch.full((2,), 4.5))
+        assert not z.requires_grad
+        return at
+
+    first, again = seen(lambda l: None), seen(lambda l: None)
+    assert all(x is y for x, y in zip(first, again, strict=True))
+    seen(lambda l: l.add_(100.0))
+    assert not any(x is y for x, y in zip(seen(lambda l: None), first, strict=True))
+    solve(lambda z, l: l.requires_grad_() * z, torch.zeros(2), span=(0.0, 5.0), solver="midpoint", n_steps=5)
+    other = solve(lambda z, l: l.expand_as(z), torch.zeros(2), span=(0.0, 5.0), solver="midpoint", n_steps=5).z
+    assert not other.requires_grad
+    with torch.inference_mode():
+        solve(lambda z, l: l * z, torch.zeros(2), span=(0.0, 7.0), solver="midpoint", n_steps=7)
+    z0 = torch.ones(2, requires_grad=True)
+    solve(lambda z, l: l * z, z0, span=(0.0, 7.0), solver="midpoint", n_steps=7).z.sum().backward()
+    assert z0.grad.isfinite().all()
