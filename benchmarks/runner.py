@@ -26,9 +26,9 @@ from odeformer.tables import look_up
 
 BENCHMARKS = {
     "accuracy_vs_nfe": "accuracy against NFE on real images, for solvers in training and after it",
-    "iso_nfe": "solvers at equal NFE, at equal parameters, and at both: two layers of rk2 against four of Euler, and more",
+    "iso_nfe": "high-order methods against Euler at equal NFE, at equal parameters, and at both",
     "published": "the field's own methods, as published and corrected, at equal parameters",
-    "truncation": "one- and two-layer language models: perplexity beside the real truncation error and the compute",
+    "truncation": "one- and two-layer language models: perplexity beside the true truncation error",
     "solver_swap": "trained models under other solvers and step counts, with their solver invariance",
     "calibrated_grids": "steps calibrated on a sample against equal steps, at equal NFE, on unseen data",
     "refinement": "pretrained networks with weights held: smaller steps, higher order, fewer or repeated layers",

@@ -49,7 +49,8 @@ def train(make: Callable[[], Any], task: Any, *, seed: int, steps: int, batch_si
                                                learning_rate=learning_rate, **config))
     row = described(model, trainer.task) | measured_update(trainer)
     begun = time.process_time()
-    trainer.run(progress=False)
+    if not trainer.run(progress=False):
+        raise KeyboardInterrupt("stopped before the last update: no row")
     seconds = time.process_time() - begun
     last = trainer.rows[-max(1, steps // 10):]
     return model, row | {"nfe": trainer.rows[-1]["nfe"], "seconds": seconds / steps,

@@ -17,7 +17,7 @@ from benchmarks.tables import fill
 from odeformer.plots import pareto_front
 from solvers import SOLVERS
 
-TRAINED = ("accuracy_vs_nfe", "images", "language", "translation")
+TRAINED = ("accuracy_vs_nfe", "images", "iso_nfe", "language", "translation", "truncation")
 
 
 def test_benchmarks_list_and_every_listed_one_has_what_the_runner_needs(capsys):

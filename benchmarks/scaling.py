@@ -1,0 +1,230 @@
+"""What passes cost in time and memory, against NFE, depth, width, tokens and batch, beside what ``odeformer estimate``
+says beforehand.
+
+One factor at a time is changed in a small decoder (``BASE``); ``solver`` changes the NFE at equal depth. Measured are a
+forward pass, a training step (with the loss, clipping and AdamW) and a token that is written through the cache:
+process time on one thread, all in turn, round after round, the median with its quartiles. Memory is what a fresh
+process holds at most beyond what it held before the model was made.
+
+``slope``: of a line through log cost against log factor, 1 where cost grows in proportion (2 for multiply-adds against
+the width; less in small models, where Python takes the time). ``within 20 %``: the share of the configs for which the
+estimate, made from a measurement of the machine in the same run, is no further than that from what was measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from itertools import islice
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from benchmarks.depth_memory import resident
+from benchmarks.runner import one_thread
+from odeformer import BlockConfig, Decoder, DecoderConfig, DepthConfig
+from odeformer.estimate import estimate
+from odeformer.machine import Machine
+from odeformer.machine import measure as measure_machine
+from odeformer.optim import adamw
+from odeformer.workload import inputs, loss, writing
+
+COLUMNS = ("against", "values", "cost", "slope", "predicted slope", "predicted / measured", "within 20 %")
+BASE = {"solver": "euler", "n_layers": 4, "d_model": 64, "n_tokens": 64, "batch": 4}
+FACTORS = {
+    "solver": ("euler", "midpoint", "kutta3", "rk4"),  # 1 to 4 evaluations a step
+    "n_layers": (2, 4, 8, 16),
+    "d_model": (32, 64, 128, 256),
+    "n_tokens": (16, 64, 256, 512),
+    "batch": (1, 4, 16, 32),
+}
+PRESETS = {
+    "quick": {"seeds": 1, "rounds": 3, "values": 3},
+    "cpu": {"seeds": 1, "rounds": 7, "values": 4},
+}
+COSTS = {"forward": "forward pass", "step": "training step", "token": "a token written"}
+MEMORY = {"forward_bytes": "forward, memory", "step_bytes": "step, memory"}
+VOCAB, MOMENT, TOKENS = 256, 0.02, 8
+SIZE = (14, 6.4)
+WORKERS = 1
+
+
+def cases(settings: dict[str, Any], seeds: int) -> Iterator[dict[str, Any]]:
+    """Every value of every factor, the base once for each factor that has it."""
+    for factor, values in FACTORS.items():
+        for value in values[:settings["values"]]:
+            yield {"factor": factor, **BASE, factor: value, "rounds": settings["rounds"]}
+
+
+def make(case: dict[str, Any]) -> Decoder:
+    """The model of a case."""
+    torch.manual_seed(0)
+    return Decoder(DecoderConfig(vocab_size=VOCAB, max_seq_len=case["n_tokens"], n_layers=case["n_layers"],
+                                 block=BlockConfig(case["d_model"], 4), depth=DepthConfig(solver=case["solver"])))
+
+
+@cache
+def machine() -> Machine:
+    """This one, measured once a run."""
+    return measure_machine()
+
+
+def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row: measured and predicted."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = estimate(lambda: make(case), machine(), batch=case["batch"], n_tokens=case["n_tokens"])
+        row = {"nfe": found.forward.nfe, "multiply_adds": found.forward.multiply_adds,
+               "parameters": found.parameters, **times(case)}
+    finally:
+        torch.set_num_threads(threads)
+    for name in COSTS:
+        row[f"{name}_predicted"] = getattr(found, name).seconds
+    for name in MEMORY:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=one_thread) as pool:
+            row[name] = pool.submit(memory, case, name).result()
+        row[f"{name}_predicted"] = getattr(found, name.removesuffix("_bytes")).bytes
+    return [row]
+
+
+def times(case: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of each cost, the median over rounds and the quartiles."""
+    model = make(case)
+    calls = {"forward": forward_of(model, case), "step": step_of(model, case), "token": token_of(model, case)}
+    repeats = {name: max(1, round(MOMENT / max(call(1), 1e-6))) for name, call in calls.items()}
+    rounds: dict[str, list[float]] = {name: [] for name in calls}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(case["rounds"]):
+            for name, call in calls.items():
+                rounds[name].append(call(repeats[name]))
+    finally:
+        gc.enable()
+    found: dict[str, Any] = {}
+    for name, values in rounds.items():
+        low, _, high = quantiles(values, n=4)
+        found |= {name: median(values), f"{name}_quartiles": [low, high]}
+    return found
+
+
+def forward_of(model: Decoder, case: dict[str, Any]) -> Callable[[int], float]:
+    """Seconds of a forward pass, over n of them."""
+    given = inputs(model, case["batch"], case["n_tokens"])
+
+    def timed(n: int) -> float:
+        begun = time.process_time()
+        with torch.no_grad():
+            for _ in range(n):
+                model(*given)
+        return (time.process_time() - begun) / n
+
+    return timed
+
+
+def step_of(model: Decoder, case: dict[str, Any]) -> Callable[[int], float]:
+    """Seconds of a training step."""
+    given = inputs(model, case["batch"], case["n_tokens"])
+    optimizer = adamw(model, learning_rate=1e-3, weight_decay=0.01)
+
+    def timed(n: int) -> float:
+        begun = time.process_time()
+        for _ in range(n):
+            loss(model, given)[0].backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return (time.process_time() - begun) / n
+
+    return timed
+
+
+def token_of(model: Decoder, case: dict[str, Any]) -> Callable[[int], float]:
+    """Seconds of writing a token in the middle of the longest text; those read before it are not timed."""
+    before = case["n_tokens"] // 2 - TOKENS // 2
+
+    def timed(n: int) -> float:
+        spent = 0.0
+        for _ in range(max(1, n // TOKENS)):
+            text = writing(model, case["batch"], max(1, before - 1))
+            next(text)
+            begun = time.process_time()
+            for _ in islice(text, TOKENS):
+                pass
+            spent += time.process_time() - begun
+        return spent / (max(1, n // TOKENS) * TOKENS)
+
+    return timed
+
+
+def memory(case: dict[str, Any], name: str) -> int:
+    """Bytes that this process comes to hold by a model and its passes, at most."""
+    small = {**case, "d_model": 16, "n_layers": 1, "n_tokens": 16, "batch": 1}
+    call = {"forward_bytes": forward_of, "step_bytes": step_of}[name]
+    call(make(small), small)(2)  # what libraries load and keep the first time
+    gc.collect()
+    before = resident()[0]
+    with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
+        file.write("5")  # the highest so far is what it is now
+    call(make(case), case)(2)
+    return resident()[1] - before
+
+
+def amount(row: dict[str, Any]) -> float:
+    """The factor as a number: NFE for the solver."""
+    case = row["case"]
+    return row["nfe"] if case["factor"] == "solver" else case[case["factor"]]
+
+
+def slope(rows: list[dict[str, Any]], name: str) -> float:
+    """Of log cost against log factor, by least squares."""
+    points = [(math.log(amount(row)), math.log(row[name])) for row in rows]
+    x, y = (sum(column) / len(points) for column in zip(*points, strict=True))
+    return sum((a - x) * (b - y) for a, b in points) / sum((a - x)**2 for a, _ in points)
+
+
+def summary(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """A line for each factor and cost, then one for all."""
+    shares = []
+    for factor in dict.fromkeys(row["case"]["factor"] for row in rows):
+        mine = [row for row in rows if row["case"]["factor"] == factor]
+        values = " ".join(f"{amount(row):g}" for row in mine)
+        for name, words in (COSTS | MEMORY).items():
+            ratios = [row[f"{name}_predicted"] / row[name] for row in mine]
+            good = [abs(ratio - 1) <= 0.2 for ratio in ratios]
+            shares += [(name, x) for x in good]
+            yield ("NFE" if factor == "solver" else factor, values, words, f"{slope(mine, name):.2f}",
+                   f"{slope(mine, f'{name}_predicted'):.2f}", f"{min(ratios):.2f}-{max(ratios):.2f}",
+                   f"{sum(good)}/{len(good)}")
+    for names, words in ((COSTS, "time"), (MEMORY, "memory")):
+        good = [x for name, x in shares if name in names]
+        yield ("all", "", words, "", "", "", f"{100 * sum(good) / len(good):.0f} %")
+
+
+def draw(rows: list[dict[str, Any]], figure: Figure) -> None:
+    """Time above and memory below, a panel for each factor: measured as points, predicted as lines."""
+    factors = list(dict.fromkeys(row["case"]["factor"] for row in rows))
+    panels = figure.subplots(2, len(factors), squeeze=False, sharey="row")
+    for column, factor in enumerate(factors):
+        mine = sorted((row for row in rows if row["case"]["factor"] == factor), key=amount)
+        x = [amount(row) for row in mine]
+        for axes, costs, unit in ((panels[0][column], COSTS, 1e3), (panels[1][column], MEMORY, 2**-20)):
+            for i, (name, words) in enumerate(costs.items()):
+                axes.plot(x, [unit * row[name] for row in mine], linestyle="none", marker="os^"[i], color=f"C{i}",
+                          label=f"{words}, slope {slope(mine, name):.2f}")
+                axes.plot(x, [unit * row[f"{name}_predicted"] for row in mine], color=f"C{i}", linewidth=1)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xlabel("NFE" if factor == "solver" else factor)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7, frameon=False)
+    panels[0][0].set_ylabel("process time, ms (lines: predicted)")
+    panels[1][0].set_ylabel("memory, MiB (lines: predicted)")
