@@ -6,7 +6,8 @@ import html
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,10 @@ class Page:
         body = "\n".join("<tr>" + "".join(f"<td{kind}{_sort_key(cell)}>{inline(shown(cell))}</td>"
                                           for cell, kind in zip(row, kinds, strict=True)) + "</tr>" for row in rows)
         label = html.escape(plain(caption) or "table")
-        words = f"<caption>{inline(caption)}</caption>" if caption else ""
-        self._parts.append(f'<div class="scroll" role="region" tabindex="0" aria-label="{label}"><table class="sorts">'
-                           f"{words}<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>")
+        words = f'<p class="caption">{inline(caption)}</p>' if caption else ""
+        self._parts.append(f'{words}<div class="scroll" role="region" tabindex="0" aria-label="{label}">'
+                           f'<table class="sorts" aria-label="{label}"><thead><tr>{head}</tr></thead>\n'
+                           f"<tbody>{body}</tbody></table></div>")
 
     def figure(self, figure: Any, caption: str = "", command: str = "", *, alt: str = "") -> None:
         """A matplotlib Figure, or the one that Axes are on, as SVG within the page. ``command``: what made it, with a
@@ -128,7 +130,8 @@ class Page:
 
 def inline(text: str) -> str:
     """Text as markup: escaped, `code` between back ticks."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(str(text)))
+    text = re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", html.escape(str(text)))
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
 
 
 def plain(text: str) -> str:
@@ -173,7 +176,7 @@ def svg(figure: Any, prefix: str, label: str) -> str:
     from matplotlib import rc_context
 
     sink = io.StringIO()
-    with rc_context({"svg.hashsalt": prefix, "svg.fonttype": "path"}):
+    with rc_context({"svg.hashsalt": prefix, "svg.fonttype": "path"}), _plain_ticks(figure):
         figure.savefig(sink, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     text = sink.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg"):], flags=re.DOTALL)
@@ -184,6 +187,21 @@ def svg(figure: Any, prefix: str, label: str) -> str:
     opening = re.sub(r'\s(width|height)="[\d.]+pt"', "", text[:text.index(">")])
     return (f'{opening} role="img" aria-label="{html.escape(label)}" style="{size}"'
             f'{text[text.index(">"):].rstrip()}')
+
+
+@contextmanager
+def _plain_ticks(figure: Any) -> Iterator[None]:
+    """Numbers at ticks set as plain text, which looks the same and takes half the time."""
+    axes = [axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)]
+    formatters = [axis.get_major_formatter() for axis in axes]
+    formatters = [x for x in formatters if hasattr(x, "set_useMathText") and x.get_useMathText()]
+    for formatter in formatters:
+        formatter.set_useMathText(False)
+    try:
+        yield
+    finally:
+        for formatter in formatters:
+            formatter.set_useMathText(True)
 
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -198,7 +216,8 @@ html{-webkit-text-size-adjust:100%;scroll-behavior:smooth}
 @media(prefers-reduced-motion:reduce){html{scroll-behavior:auto}}
 body{margin:0 auto;padding:2.2rem 1.2rem 5rem;max-width:62rem;background:var(--paper);color:var(--ink);
 font:1rem/1.6 Charter,"Bitstream Charter","Source Serif 4",Georgia,Cambria,serif;overflow-wrap:break-word}
-h1,h2,h3,h4,nav,table,button,figcaption,.subtitle,.ui{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",
+h1,h2,h3,h4,nav,table,button,figcaption,.subtitle,.caption,.ui{font-family:system-ui,-apple-system,
+"Segoe UI",Roboto,"Noto Sans",
 sans-serif}
 h1{font-size:clamp(1.5rem,1.1rem + 2vw,2.1rem);line-height:1.2;letter-spacing:-.015em;margin:0;font-weight:680}
 h2{font-size:1.35rem;line-height:1.3;margin:3rem 0 .8rem;padding-top:.9rem;border-top:1px solid var(--line)}
@@ -216,9 +235,9 @@ nav ul{list-style:none;margin:.5rem 0 0;padding:0;columns:17rem;column-gap:2rem}
 nav li{padding:.16rem 0;break-inside:avoid}
 nav .level-3{padding-left:1rem}nav .level-4{padding-left:2rem}
 nav a{color:inherit;text-decoration:none}nav a:hover{text-decoration:underline;color:var(--accent)}
-.scroll{overflow-x:auto;margin:1.2rem 0}
+.caption{color:var(--quiet);font-size:.86rem;line-height:1.45;margin:1.2rem 0 .5rem}
+.scroll{overflow-x:auto;margin:1.2rem 0}.caption+.scroll{margin-top:0}
 table{border-collapse:collapse;font-size:.86rem;line-height:1.4;font-variant-numeric:tabular-nums}
-caption{caption-side:top;text-align:left;color:var(--quiet);padding:0 0 .5rem;max-width:44rem}
 th,td{padding:.38rem .8rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}
 th:first-child,td:first-child{padding-left:.2rem}
 thead th{border-bottom:1.5px solid var(--quiet);vertical-align:bottom;padding-top:0}
