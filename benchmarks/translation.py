@@ -26,11 +26,11 @@ COLUMNS = ("solver", "NFE", "parameters", "BLEU", "chrF", "perplexity", "spread"
            "CPU s an update")
 PRESETS = {
     "quick": {"seeds": 3, "steps": 60, "n_layers": 1, "d_model": 64, "batch_size": 32, "vocab_size": 1000, "test": 50},
-    "cpu": {"seeds": 3, "steps": 300, "n_layers": 2, "d_model": 64, "batch_size": 32, "vocab_size": 1000, "test": 200},
+    "cpu": {"seeds": 5, "steps": 200, "n_layers": 2, "d_model": 64, "batch_size": 32, "vocab_size": 1000, "test": 200},
     "gpu": {"seeds": 5, "steps": 30000, "n_layers": 6, "d_model": 512, "batch_size": 128, "vocab_size": 8000,
             "test": 2000},
 }
-LONGEST = 48  # tokens; longer pairs are left out
+LONGEST = 32  # tokens; longer pairs are left out
 SIZE = (10, 3.8)
 FRONTS = Fronts(score="perplexity", label="perplexity a token, unseen pages", higher=False)
 WORKERS = 2

@@ -2,12 +2,10 @@
 
 import json
 import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
 from types import MappingProxyType
 
 import pytest
+from browser import Reader, answer, needs_browser
 
 import odeformer
 from benchmarks import runner, store
@@ -143,27 +141,6 @@ def test_a_report_without_results_says_how_to_make_some(tmp_path, monkeypatch, c
     assert not (tmp_path / "r.html").exists()
 
 
-class Seen(HTMLParser):
-    """What a page holds: ids, code, headings, the number of svg elements, what it would load."""
-
-    def __init__(self):
-        super().__init__()
-        self.ids, self.codes, self.loads, self.svgs, self.inside = [], [], [], 0, False
-
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        self.ids += [attrs["id"]] if "id" in attrs else []
-        self.svgs += tag == "svg"
-        self.inside = tag == "code"
-        self.loads += [value for name, value in attrs.items()
-                       if name in ("src", "href", "xlink:href") and not (value or "").startswith("#")]
-
-    def handle_data(self, data):
-        if self.inside:
-            self.codes.append(data)
-            self.inside = False
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
@@ -173,40 +150,28 @@ def report(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_report_shows_every_study_with_its_command_and_loads_nothing(report):
-    seen = Seen()
-    seen.feed(report.read_text(encoding="utf-8"))
-    assert len(seen.ids) == len(set(seen.ids))
-    assert not seen.loads
-    assert seen.svgs >= len(runner.BENCHMARKS)
+    text = report.read_text(encoding="utf-8")
+    page = Reader(text)
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert not page.loads()
+    assert sum(name == "svg" for name, _ in page.elements) >= len(runner.BENCHMARKS)
     for name in runner.BENCHMARKS:
-        assert name in seen.ids
-        run = store.read_rows(store.path_of(name))[0]["run"]
-        assert run["command"] in seen.codes
+        assert name in ids
+        assert store.read_rows(store.path_of(name))[0]["run"]["command"] in page.text
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium (apt-get install chromium)")
+@needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_report_is_as_wide_as_a_phone_and_its_tables_sort_in_a_real_browser(report, width, tmp_path):
-    """A script put behind the page's own clicks a heading and writes down what it sees."""
-    probe = """<script>window.addEventListener("load", function(){
-      var table = document.querySelector("h2#accuracy_vs_nfe ~ .scroll table"), out = {};
+    found = answer(report, """
+      var table = document.querySelector("h2#accuracy_vs_nfe ~ .scroll table");
       var names = Array.from(table.tHead.rows[0].cells).map(function(c){return c.textContent});
       var at = names.findIndex(function(n){return n.indexOf("accuracy") === 0});
       table.tHead.rows[0].cells[at].querySelector("button").click();
-      out.sorted = Array.from(table.tBodies[0].rows).map(function(r){return parseFloat(r.cells[at].textContent)});
-      out.page = document.documentElement.scrollWidth; out.window = window.innerWidth;
-      parent.postMessage("probe:" + JSON.stringify(out) + ":end", "*");});</script>"""
-    page = tmp_path / "page.html"
-    text = report.read_text(encoding="utf-8")
-    page.write_text(text.replace("</body>", probe + "</body>"), encoding="utf-8")
-    frame = tmp_path / "frame.html"  # since a headless window is not made narrower than 500 pixels
-    frame.write_text('<body><p></p><script>onmessage = function(e){document.querySelector("p").textContent = e.data}'
-                     f'</script><iframe src="page.html" width="{width}" height="900" style="border:0"></iframe></body>')
-    dumped = subprocess.run(["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
-                             "--allow-file-access-from-files", "--virtual-time-budget=20000", frame.as_uri()],
-                            capture_output=True, text=True, timeout=120, check=True).stdout
-    found = json.loads(re.search(r"probe:(\{.*?\}):end", dumped).group(1).replace("&quot;", '"'))
+      return {sorted: Array.from(table.tBodies[0].rows).map(function(r){return parseFloat(r.cells[at].textContent)}),
+              page: document.documentElement.scrollWidth, window: window.innerWidth};""", tmp_path, width=width)
     assert found["sorted"] == sorted(found["sorted"])
     assert len(found["sorted"]) > 10
     assert found["page"] <= found["window"] == width
