@@ -3,7 +3,7 @@
 A benchmark module has ``PRESETS`` (name -> settings), ``cases(settings, seeds)`` (the factors of each
 measurement), ``measure(case)`` (a list of rows), ``COLUMNS`` and ``summary(rows)`` (the table), ``draw(rows, figure)``
 (the plot), ``SIZE`` (inches) and ``WORKERS``: how many cases may run side by side, each on one thread (1 where time is
-measured). It may have ``FRONTS``, what its Pareto fronts show, and ``finding(rows)``, what the results say.
+measured). It may have ``FRONTS``: what its Pareto fronts show.
 """
 
 from __future__ import annotations
