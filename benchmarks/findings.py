@@ -40,9 +40,9 @@ def accuracy_vs_nfe(rows: Rows) -> str:
     train, swap = ([line for line in lines if line[0] == part] for part in ("train", "swap"))
     error = {(line[1], line[3]): line[8] for line in swap}
     return (f"trained at equal NFE, high order against Euler: {tally(x[7] for x in train if x[7])} in accuracy. "
-            f"Swapped in after training, weights held: {tally(x[7] for x in swap if x[7])}; at 32 NFE the state is off by "
-            f"{error['euler', '32']} under Euler, {error['midpoint', '32']} under midpoint, {error['rk4', '32']} under "
-            "rk4.")
+            f"Swapped in after training, weights held: {tally(x[7] for x in swap if x[7])}; at 32 NFE the state is off "
+            f"by {error['euler', '32']} under Euler, {error['midpoint', '32']} under midpoint, {error['rk4', '32']} "
+            "under rk4.")
 
 
 def iso_nfe(rows: Rows) -> str:

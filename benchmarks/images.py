@@ -23,7 +23,7 @@ from odeformer.tasks import Classification
 COLUMNS = ("data", "solver", "NFE", "parameters", "accuracy", "spread", "over euler", "verdict", "CPU s an update")
 PRESETS = {
     "quick": {"seeds": 3, "steps": 60, "data": ["digits"], "n_layers": 2, "d_model": 32, "batch_size": 64},
-    "cpu": {"seeds": 5, "steps": 200, "data": ["digits", "fashion_mnist"], "n_layers": 2, "d_model": 48,
+    "cpu": {"seeds": 5, "steps": 150, "data": ["digits", "fashion_mnist"], "n_layers": 2, "d_model": 48,
             "batch_size": 64},
     "gpu": {"seeds": 5, "steps": 10000, "data": ["fashion_mnist"], "n_layers": 6, "d_model": 256, "batch_size": 256},
 }

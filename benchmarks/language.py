@@ -24,7 +24,7 @@ __all__ = ["COLUMNS", "PRESETS", "cases", "draw", "measure", "summary"]
 COLUMNS = ("solver", "NFE", "parameters", "bits per byte", "spread", "over euler", "verdict", "CPU s an update")
 PRESETS = {
     "quick": {"seeds": 3, "steps": 60, "n_layers": 2, "d_model": 64, "length": 64, "batch_size": 16},
-    "cpu": {"seeds": 5, "steps": 300, "n_layers": 3, "d_model": 64, "length": 64, "batch_size": 16},
+    "cpu": {"seeds": 5, "steps": 200, "n_layers": 3, "d_model": 64, "length": 64, "batch_size": 16},
     "gpu": {"seeds": 5, "steps": 20000, "n_layers": 8, "d_model": 512, "length": 512, "batch_size": 64},
 }
 TEST_BYTES = 100_000

@@ -26,7 +26,7 @@ COLUMNS = ("solver", "NFE", "parameters", "BLEU", "chrF", "perplexity", "spread"
            "CPU s an update")
 PRESETS = {
     "quick": {"seeds": 3, "steps": 60, "n_layers": 1, "d_model": 64, "batch_size": 32, "vocab_size": 1000, "test": 50},
-    "cpu": {"seeds": 5, "steps": 200, "n_layers": 2, "d_model": 64, "batch_size": 32, "vocab_size": 1000, "test": 200},
+    "cpu": {"seeds": 5, "steps": 120, "n_layers": 2, "d_model": 64, "batch_size": 32, "vocab_size": 1000, "test": 200},
     "gpu": {"seeds": 5, "steps": 30000, "n_layers": 6, "d_model": 512, "batch_size": 128, "vocab_size": 8000,
             "test": 2000},
 }
