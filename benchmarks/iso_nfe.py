@@ -97,7 +97,7 @@ DOCS = {"nfe": 12, "n_layers": 6, "d_model": 32, "batch_size": 8, "length": 32, 
         "methods": tuple(METHODS)}
 PRESETS = {
     "quick": {"seeds": 3, "tasks": {"digits": {"steps": 120, **DIGITS}}},
-    "cpu": {"seeds": 5, "tasks": {"python_docs": {"steps": 120, **DOCS}, "digits": {"steps": 300, **DIGITS}}},
+    "cpu": {"seeds": 5, "tasks": {"python_docs": {"steps": 120, **DOCS}, "digits": {"steps": 200, **DIGITS}}},
 }
 SHAPES = ("nfe", "n_layers", "d_model", "methods")  # settings that say which models there are
 COSTS = {"nfe": "NFE of a forward pass", "parameters": "parameters"}

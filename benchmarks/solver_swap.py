@@ -63,7 +63,7 @@ PRESETS = {
               "tasks": {"digits": {"updates": 60, **DIGITS}}},
     "cpu": {"seeds": 5, "n_layers": 4,
             "trainings": {"piecewise": list(TRAININGS), **{name: ["euler", "rk4", "drawn"] for name in SMOOTH}},
-            "tasks": {"digits": {"updates": 150, **DIGITS}, "python_docs": {"updates": 150, **DOCS}}},
+            "tasks": {"digits": {"updates": 100, **DIGITS}, "python_docs": {"updates": 100, **DOCS}}},
     "gpu": {"seeds": 5, "n_layers": 8, "trainings": {name: list(TRAININGS) for name in FAMILIES}, "tasks": {
         "digits": {"updates": 4000, "d_model": 128, "batch_size": 128, "learning_rate": 1e-3, "device": "cuda"},
         "python_docs": {"updates": 4000, "d_model": 256, "batch_size": 64, "learning_rate": 1e-3, "length": 256,

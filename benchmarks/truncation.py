@@ -53,7 +53,7 @@ COLUMNS = ("layers", "block", "NFE", "parameters", "multiply-adds a token", "per
 PRESETS = {
     "quick": {"seeds": 3, "layers": [1], "steps": 60, "d_model": 32, "length": 32, "batch_size": 8,
               "learning_rate": 2e-3, "other_rate": 8e-3},
-    "cpu": {"seeds": 5, "layers": [1, 2], "steps": 300, "d_model": 64, "length": 64, "batch_size": 8,
+    "cpu": {"seeds": 5, "layers": [1, 2], "steps": 200, "d_model": 64, "length": 64, "batch_size": 8,
             "learning_rate": 2e-3, "other_rate": 8e-3},
 }
 MATCHED = (2, 4)  # how many times as many layers of the residual block cost as much as a block of another kind
