@@ -50,8 +50,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure and draw."""
     if args.seeds is not None and args.seeds < 1:
         raise ValueError(f"--seeds must be at least 1, got {args.seeds}")
-    runner.run(args.name, preset=args.preset, seeds=args.seeds, resume=args.resume)
-    runner.plot(args.name)
+    runner.plot(args.name, runner.run(args.name, preset=args.preset, seeds=args.seeds, resume=args.resume))
 
 
 def report(args: argparse.Namespace) -> None:

@@ -112,8 +112,8 @@ def grouped(rows: list[dict[str, Any]], part: str) -> Iterator[tuple[str, int | 
 def against_euler(rows: list[dict[str, Any]], part: str, group: list[dict[str, Any]]) -> Any:
     """The difference in accuracy to euler at equal NFE, None where there is no such row."""
     for solver, _, base in grouped(rows, part):
-        if solver == "euler" and base is not group and base[0]["nfe"] == group[0]["nfe"] and group[0][
-                "solver"] != "euler":
+        equal = {row["nfe"] for row in base} == {row["nfe"] for row in group}
+        if solver == "euler" and equal and group[0]["solver"] != "euler":
             return difference(by_seed(group, "accuracy"), by_seed(base, "accuracy"))
     return None
 

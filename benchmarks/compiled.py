@@ -3,10 +3,13 @@
 ``compile``: process time of the first training step of a fresh process with an empty cache, beside the wall-clock time,
 at 6 and 48 layers; one function is compiled for all of them, so the two should be equal. ``graphs``: graphs that a
 backend was given in that process, then how many more it was given for other numbers of steps, another depth with the
-same functions, and another batch size. ``time``: a pass of a model with one set of weights for 12 layers, compiled, over
-the same model as it is written, and over torchdiffeq's fixed-step solver on the same field (``composed``: a whole layer
-as one field, so that all three do the same evaluations). Process time on one thread, the three in turn, round after
-round; each round gives a ratio, and the table shows medians and quartiles.
+same functions, and another batch size. ``time``: a pass of a model with one set of weights for 12 layers, compiled,
+over the same model as it is written, and over torchdiffeq's fixed-step solver on the same field (``composed``: a whole
+layer as one field, so that all three do the same evaluations). Process time on one thread, the three in turn, round
+after round; each round gives a ratio, and the table shows medians and quartiles.
+
+On a GPU also ``captured``: a pass replayed as a CUDA graph, in float32 and with bfloat16 weights, over the same pass as
+it is written.
 """
 
 from __future__ import annotations
@@ -31,13 +34,15 @@ from odeformer import BlockConfig, DepthConfig, Encoder, EncoderConfig
 N_LAYERS = 12
 COLUMNS = ("what", "state", "solver", "pass", "ours / torchdiffeq", "compiled / ours", "compiled / torchdiffeq",
            "compile, s", "graphs", "more graphs")
+SMALL, LARGE = [1, 8, 32], [8, 32, 64]
 PRESETS = {
-    "quick": {"seeds": 1, "rounds": 9, "seconds": 0.1, "shapes": [[1, 8, 32]], "solvers": ["euler", "rk4"],
-              "options": {}, "device": "cpu", "depths": []},
-    "cpu": {"seeds": 1, "rounds": 15, "seconds": 0.2, "shapes": [[1, 8, 32], [8, 32, 64]],
-            "solvers": ["euler", "rk4"], "options": {}, "device": "cpu", "depths": [6, 48]},
-    "gpu": {"seeds": 1, "rounds": 15, "seconds": 0.1, "shapes": [[1, 8, 32], [8, 64, 256]], "solvers": ["rk4"],
-            "options": {"mode": "reduce-overhead"}, "device": "cuda", "depths": [6, 48]},
+    "quick": {"seeds": 1, "rounds": 9, "seconds": 0.1, "depths": [], "timed": [(SMALL, "rk4", False)], "device": "cpu"},
+    "cpu": {"seeds": 1, "rounds": 15, "seconds": 0.2, "depths": [6, 48], "device": "cpu",
+            "timed": [(shape, solver, training) for shape, solver in ((SMALL, "euler"), (SMALL, "rk4"), (LARGE, "rk4"))
+                      for training in (False, True)]},
+    "gpu": {"seeds": 1, "rounds": 15, "seconds": 0.1, "depths": [6, 48], "device": "cuda",
+            "timed": [(shape, "rk4", training) for shape in (SMALL, [8, 64, 256]) for training in (False, True)],
+            "captured": ["float32", "bfloat16"]},
 }
 SIZE = (9, 3.4)
 WORKERS = 1
@@ -45,14 +50,14 @@ WORKERS = 1
 
 def cases(settings: dict[str, Any], seeds: int) -> Iterator[dict[str, Any]]:
     """Depths to compile at; then state x solver x forward or training step."""
-    common = {name: settings[name] for name in ("options", "device")}
+    common = {"device": settings["device"], "rounds": settings["rounds"]}
     for n_layers in settings["depths"]:
-        yield {"what": "compile", "n_layers": n_layers, "shape": settings["shapes"][0], "solver": "rk4", **common}
-    for shape in settings["shapes"]:
-        for solver in settings["solvers"]:
-            for training in (False, True):
-                yield {"what": "time", "n_layers": N_LAYERS, "shape": shape, "solver": solver, "training": training,
-                       "rounds": settings["rounds"], "seconds": settings["seconds"], **common}
+        yield {"what": "compile", "n_layers": n_layers, "shape": SMALL, "solver": "rk4", "device": settings["device"]}
+    for shape, solver, training in settings["timed"]:
+        timed = {"n_layers": N_LAYERS, "shape": shape, "solver": solver, "training": training, **common}
+        yield {"what": "time", "seconds": settings["seconds"], **timed}
+        for dtype in settings.get("captured", ()):
+            yield {"what": "captured", "dtype": dtype, **timed}
 
 
 def make(case: dict[str, Any], **depth: Any) -> Encoder:
@@ -63,6 +68,11 @@ def make(case: dict[str, Any], **depth: Any) -> Encoder:
                            block=BlockConfig(d_model, 4, coupling="composed"),
                            depth=DepthConfig(solver=case["solver"], **depth))
     return Encoder(config).to(case["device"])
+
+
+def state(case: dict[str, Any]) -> Tensor:
+    """A state that needs a gradient, as what comes out of an embedding does."""
+    return torch.randn(case["shape"], device=case["device"]).requires_grad_()
 
 
 def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -85,13 +95,12 @@ def used() -> float:
 
 def compile_once(case: dict[str, Any]) -> dict[str, Any]:
     """Seconds of the first training step, and how many graphs there are."""
-    options, counted = case["options"], Counting()
-    shape = case["shape"]
-    model, z = make(case), torch.randn(shape, device=case["device"])
+    counted = Counting()
+    model, z = make(case), state(case)
     wait, cpu = time.perf_counter(), used()
     model.evolve(z).z.square().mean().backward()  # as it is written: what a first step costs anyway
     plain = time.perf_counter() - wait, used() - cpu
-    model.compile(**options)
+    model.compile()
     wait, cpu = time.perf_counter(), used()
     model.evolve(z).z.square().mean().backward()
     row = {"compile_wall_s": time.perf_counter() - wait - plain[0], "compile_s": used() - cpu - plain[1]}
@@ -130,8 +139,8 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     import torchdiffeq
 
     model, compiled = make(case, weights="shared"), make(case, weights="shared")
-    compiled.compile(**case["options"])
-    z, field = torch.randn(case["shape"], device=case["device"]), None
+    compiled.compile()
+    z = state(case)
     times = torch.linspace(0.0, float(N_LAYERS), N_LAYERS + 1, device=case["device"])
 
     def theirs() -> Tensor:
@@ -142,8 +151,6 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     clock = timer(case["device"])
 
     def run(call: Callable[[], Tensor]) -> None:
-        if case["device"] == "cuda":
-            torch.compiler.cudagraph_mark_step_begin()
         if case["training"]:
             call().square().mean().backward()
         else:
@@ -171,6 +178,45 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+def capture(case: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds of a pass as it is written, and replayed as a CUDA graph."""
+    model = make(case).to(getattr(torch, case["dtype"]))
+    z = torch.randn(case["shape"], device="cuda", dtype=getattr(torch, case["dtype"]))
+
+    def run() -> Tensor:
+        if not case["training"]:
+            with torch.no_grad():
+                return model.evolve(z).z
+        loss = model.evolve(z).z.square().mean()
+        loss.backward()
+        return loss
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            wanted = run().detach().clone()
+    torch.cuda.current_stream().wait_stream(stream)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    clock, rounds = timer("cuda"), []
+    for _ in range(case["rounds"]):
+        times = []
+        for call in (run, graph.replay):
+            start = clock()
+            for _ in range(20):
+                call()
+            times.append((clock() - start) / 20)
+        rounds.append(times)
+    ratios = [b / a for a, b in rounds]
+    return {"ours_ms": 1e3 * median(a for a, _ in rounds), "captured_ms": 1e3 * median(b for _, b in rounds),
+            "difference": (out.detach() - wanted).abs().max().item(), "compiled_over_ours": median(ratios),
+            "compiled_over_ours_quartiles": quartiles(ratios)}
+
+
 def timer(device: str) -> Callable[[], float]:
     """Seconds: of the process on a CPU, of the device when it has done all on a GPU."""
     if device == "cpu":
@@ -193,7 +239,8 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[tuple]:
     for row in rows:
         case = row["case"]
         more = ", ".join(f"{name} {n}" for name, n in row.get("more_graphs", {}).items())
-        what = f"compile, {case['n_layers']} layers" if case["what"] == "compile" else "time"
+        what = {"compile": f"compile, {case['n_layers']} layers", "time": "time",
+                "captured": f"CUDA graph, {case.get('dtype')}"}[case["what"]]
         kind = "training" if case.get("training", True) else "forward"
         yield (what, tuple(case["shape"]), case["solver"], kind,
                *(shown(row, name) for name in ("ours_over_torchdiffeq", "compiled_over_ours",
@@ -217,14 +264,14 @@ def draw(rows: list[dict[str, Any]], figure: Any) -> None:
     axes.set_xticks(range(len(timed)), names, fontsize=7)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("time over torchdiffeq (ratio)")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
     for axes in others:
         axes.bar([str(row["case"]["n_layers"]) for row in made], [row["compile_s"] for row in made], color="#009e73")
         axes.set_xlabel("layers")
         axes.set_ylabel("time to compile (s of a processor)")
 
 
-WHAT = {"compile": compile_once, "time": compare}
+WHAT = {"compile": compile_once, "time": compare, "captured": capture}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

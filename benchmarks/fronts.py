@@ -41,11 +41,12 @@ class Fronts:
         return "" if name is None else row["case"].get(name, row.get(name))
 
     def _points(self, rows: list[dict[str, Any]], cost: str) -> dict[str, tuple[list[float], list[float]]]:
-        """{series: (costs, scores)}."""
+        """{series: (costs, scores)}; a case with many rows, one for each solver and number of steps, has as many
+        configurations."""
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for row in rows:
             case = {name: value for name, value in row["case"].items() if name != "seed"}
-            groups.setdefault((str(self._factor(row, self.series)), repr(case)), []).append(row)
+            groups.setdefault((str(self._factor(row, self.series)), repr((case, row.get("steps")))), []).append(row)
         points: dict[str, tuple[list[float], list[float]]] = {}
         for (series, _), group in groups.items():
             x, y = points.setdefault(series, ([], []))

@@ -8,7 +8,7 @@ is compared with Euler three times (numbers in brackets: digits, on smaller mode
 * equal NFE: as many layers as make 12 (4) evaluations of the whole field, of one width; parameters differ;
 * equal parameters: 6 (2) layers of one width; NFE and multiply-adds differ;
 * both: as many layers as make 12 (4) evaluations, of a width (d_model, then d_ff) at which all have as many parameters
-  as 6 (2) layers of the usual one. Fewer layers are then wider, and cost up to 3 times the multiply-adds: a gain here
+  as 6 (2) layers of the usual one. Fewer layers are then wider, and cost up to 4 times the multiply-adds: a gain here
   is one of width before it is one of order.
 
 A model that is in two pairs is trained once. A layer is one field (coupling "composed": Euler is the textbook layer),
@@ -16,8 +16,8 @@ but under "strang", where attention and feed-forward take turns. "ab2" and "dens
 steps in each and corrects within. Learned coefficients start as published ("rk2_learned" at (1, 1), which is not
 consistent), "rk2_family" keeps order 2. "torch.nn" is PyTorch's own pre-norm Transformer.
 
-Same data order by seed; the same learning rate, schedule and number of updates for all models of a task. The rate is
-about Euler's best, and updates are few: this is about small models early in training.
+Same data order by seed; the same learning rate, schedule and number of updates for all models of a task. The rate was
+chosen for Euler in short trials, and updates are few: this is about small models early in training.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.images import images
-from benchmarks.training import averaged, compared, train
+from benchmarks.training import averaged, compared, described, train
 from odeformer import BlockConfig, DepthConfig, VisionConfig, VisionEncoder
 from odeformer.presets import PRESETS as METHODS
 from odeformer.presets import configure
@@ -105,8 +105,9 @@ def after(case: dict[str, Any], method: str, form: str, model: VisionEncoder, ro
     other = VisionEncoder(config(case, method, form, 2 * case["d_model"]))
     other.load_state_dict(model.state_dict())
     report = other.parameter_report()
-    return row | task().evaluate(other.eval()) | {"method": method, "form": form, "nfe": report["nfe"],
-                                                  "multiply_adds": report["multiply_adds"]}
+    found = task().evaluate(other.eval()) | {"method": method, "form": form, "nfe": report["nfe"],
+                                             "multiply_adds": report["multiply_adds"]}
+    return row | described(other, task()) | found | {name: None for name in ("seconds", "memory", "nfe_backward")}
 
 
 def by_form(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -130,7 +131,7 @@ def summary(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         at_equal = ("", "") if equal is None else compared(group, equal, "accuracy", True)[2:]
         lines.append((method, form, f"{first['nfe']:g}", f"{first['parameters']}", f"{first['multiply_adds']}",
                       *compared(group, groups[PLAIN], "accuracy", True), *at_equal,
-                      f"{averaged(group, 'seconds')[0]:.3f}"))
+                      "" if first["seconds"] is None else f"{averaged(group, 'seconds')[0]:.3f}"))
     return lines
 
 

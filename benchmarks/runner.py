@@ -60,7 +60,7 @@ def run(name: str, *, preset: str, seeds: int | None, resume: bool) -> Path:
     module = find(name)
     settings = look_up(module.PRESETS, preset, "preset")
     seeds = settings["seeds"] if seeds is None else seeds
-    path = store.path_of(name)
+    path = store.place(name, preset)
     about = store.environment() | {"benchmark": name, "preset": preset, "seeds": seeds, "command": command(
         name, preset, seeds)}
     rows = store.kept_rows(path, preset) if resume else []
@@ -69,6 +69,8 @@ def run(name: str, *, preset: str, seeds: int | None, resume: bool) -> Path:
     places = {store.key(case): i for i, case in enumerate(cases)}
     todo = [case for case in cases if store.key(case) not in done]
     rows = [row for row in rows if store.key(row["case"]) in places]
+    if not todo:
+        store.write_rows(path, rows)
     for case, measured in tqdm(measure(module, todo), desc=name, total=len(todo)):
         rows += [{"case": case, **row, "run": about} for row in measured]
         rows.sort(key=lambda row: places[store.key(row["case"])])
@@ -87,6 +89,8 @@ def measure(module: ModuleType, cases: list[dict[str, Any]]) -> Iterator[tuple[d
     """(case, its rows) as they are done: one after the other, or in as many processes as the benchmark allows."""
     workers = min(module.WORKERS, os.cpu_count() or 1, len(cases))
     if workers <= 1:
+        if module.WORKERS > 1:  # as beside others
+            one_thread()
         yield from ((case, module.measure(case)) for case in cases)
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=one_thread)
@@ -105,19 +109,20 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def figure_of(name: str) -> Any:
-    """The figure of results that are there."""
+def figure_of(name: str, path: Path | None = None) -> Any:
+    """The figure of results that are there, or of those at a path."""
     from matplotlib.figure import Figure
 
     module = find(name)
     figure = Figure(figsize=module.SIZE, layout="constrained")
-    module.draw(store.read_rows(store.path_of(name)), figure)
+    module.draw(store.read_rows(path or store.path_of(name)), figure)
     return figure
 
 
-def plot(name: str) -> Path:
-    """Draw the results; returns the picture's path."""
-    figure, picture = figure_of(name), store.path_of(name, "png")
+def plot(name: str, path: Path | None = None) -> Path:
+    """Draw the results, or those at a path, beside them; returns the picture's path."""
+    path = path or store.path_of(name)
+    figure, picture = figure_of(name, path), path.with_suffix(".png")
     write_atomically(picture, lambda beside: figure.savefig(beside, format="png", dpi=130))
     print(f"wrote {shown(picture)}")
     return picture

@@ -3,8 +3,11 @@ says beforehand.
 
 One factor at a time is changed in a small decoder (``BASE``); ``solver`` changes the NFE at equal depth. Measured are a
 forward pass, a training step (with the loss, clipping and AdamW) and a token that is written through the cache:
-process time on one thread, all in turn, round after round, the median with its quartiles. Memory is what a fresh
-process holds at most beyond what it held before the model was made.
+process time on one thread, all in turn, round after round, the median with its quartiles. A reference pass takes a
+turn, too: where it takes longer than it did when the machine was measured for the estimates, the machine has become
+slower (others are using it), and the round's times are divided by that. Memory is what a fresh process holds at most
+beyond what it held before the model was made, with freed memory given back at once (MALLOC_MMAP_THRESHOLD_=131072);
+``as malloc keeps it``: without that, as the C library does by itself.
 
 ``slope``: of a line through log cost against log factor, 1 where cost grows in proportion (2 for multiply-adds against
 the width; less in small models, where Python takes the time). ``within 20 %``: the share of the configs for which the
@@ -13,11 +16,12 @@ estimate, made from a measurement of the machine in the same run, is no further 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from itertools import islice
@@ -31,27 +35,29 @@ from benchmarks.depth_memory import resident
 from benchmarks.runner import one_thread
 from odeformer import BlockConfig, Decoder, DecoderConfig, DepthConfig
 from odeformer.estimate import estimate
-from odeformer.machine import Machine
+from odeformer.machine import Machine, reference
 from odeformer.machine import measure as measure_machine
 from odeformer.optim import adamw
 from odeformer.workload import inputs, loss, writing
 
 COLUMNS = ("against", "values", "cost", "slope", "predicted slope", "predicted / measured", "within 20 %")
-BASE = {"solver": "euler", "n_layers": 4, "d_model": 64, "n_tokens": 64, "batch": 4}
+BASE = {"solver": "euler", "n_layers": 4, "d_model": 128, "n_tokens": 64, "batch": 8}
 FACTORS = {
     "solver": ("euler", "midpoint", "kutta3", "rk4"),  # 1 to 4 evaluations a step
     "n_layers": (2, 4, 8, 16),
-    "d_model": (32, 64, 128, 256),
-    "n_tokens": (16, 64, 256, 512),
-    "batch": (1, 4, 16, 32),
+    "d_model": (64, 128, 256, 512),
+    "n_tokens": (32, 64, 256, 512),
+    "batch": (1, 8, 16, 32),
 }
 PRESETS = {
     "quick": {"seeds": 1, "rounds": 3, "values": 3},
     "cpu": {"seeds": 1, "rounds": 7, "values": 4},
 }
 COSTS = {"forward": "forward pass", "step": "training step", "token": "a token written"}
-MEMORY = {"forward_bytes": "forward, memory", "step_bytes": "step, memory"}
+MEMORY = {"step_bytes": "step, memory", "forward_bytes": "forward, memory"}
+KEPT = {"step_kept_bytes": "step, memory as malloc keeps it"}
 VOCAB, MOMENT, TOKENS = 256, 0.02, 8
+THRESHOLD = (-3, 131072)  # glibc's M_MMAP_THRESHOLD, no longer moved by what is freed
 SIZE = (14, 6.4)
 WORKERS = 1
 
@@ -88,17 +94,28 @@ def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
         torch.set_num_threads(threads)
     for name in COSTS:
         row[f"{name}_predicted"] = getattr(found, name).seconds
-    for name in MEMORY:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=one_thread) as pool:
-            row[name] = pool.submit(memory, case, name).result()
-        row[f"{name}_predicted"] = getattr(found, name.removesuffix("_bytes")).bytes
+    for kept in (False, True):
+        with ProcessPoolExecutor(1, fresh(), initializer=one_thread) as pool:
+            row |= pool.submit(memory, case, kept).result()
+    for name in MEMORY | KEPT:
+        row[f"{name}_predicted"] = getattr(found, name.partition("_")[0]).bytes
     return [row]
 
 
+@cache
+def fresh() -> Any:
+    """Where processes come from that have imported this module and done nothing yet."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
 def times(case: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each cost, the median over rounds and the quartiles."""
+    """Seconds of each cost, the median over rounds and the quartiles; ``slower``: the median of how much slower the
+    machine had become, by which they were divided."""
     model = make(case)
     calls = {"forward": forward_of(model, case), "step": step_of(model, case), "token": token_of(model, case)}
+    calls["slower"] = timed_of(reference())
     repeats = {name: max(1, round(MOMENT / max(call(1), 1e-6))) for name, call in calls.items()}
     rounds: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()
@@ -109,25 +126,35 @@ def times(case: dict[str, Any]) -> dict[str, Any]:
                 rounds[name].append(call(repeats[name]))
     finally:
         gc.enable()
-    found: dict[str, Any] = {}
+    slower = [value / machine().reference for value in rounds.pop("slower")]
+    found: dict[str, Any] = {"slower": median(slower)}
     for name, values in rounds.items():
+        values = [value / factor for value, factor in zip(values, slower, strict=True)]
         low, _, high = quantiles(values, n=4)
         found |= {name: median(values), f"{name}_quartiles": [low, high]}
     return found
+
+
+def timed_of(call: Callable[[], Any]) -> Callable[[int], float]:
+    """Seconds of a call, over n of them."""
+    def timed(n: int) -> float:
+        begun = time.process_time()
+        for _ in range(n):
+            call()
+        return (time.process_time() - begun) / n
+
+    return timed
 
 
 def forward_of(model: Decoder, case: dict[str, Any]) -> Callable[[int], float]:
     """Seconds of a forward pass, over n of them."""
     given = inputs(model, case["batch"], case["n_tokens"])
 
-    def timed(n: int) -> float:
-        begun = time.process_time()
+    def forward() -> None:
         with torch.no_grad():
-            for _ in range(n):
-                model(*given)
-        return (time.process_time() - begun) / n
+            model(*given)
 
-    return timed
+    return timed_of(forward)
 
 
 def step_of(model: Decoder, case: dict[str, Any]) -> Callable[[int], float]:
@@ -135,16 +162,13 @@ def step_of(model: Decoder, case: dict[str, Any]) -> Callable[[int], float]:
     given = inputs(model, case["batch"], case["n_tokens"])
     optimizer = adamw(model, learning_rate=1e-3, weight_decay=0.01)
 
-    def timed(n: int) -> float:
-        begun = time.process_time()
-        for _ in range(n):
-            loss(model, given)[0].backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return (time.process_time() - begun) / n
+    def step() -> None:
+        loss(model, given)[0].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
-    return timed
+    return timed_of(step)
 
 
 def token_of(model: Decoder, case: dict[str, Any]) -> Callable[[int], float]:
@@ -165,17 +189,24 @@ def token_of(model: Decoder, case: dict[str, Any]) -> Callable[[int], float]:
     return timed
 
 
-def memory(case: dict[str, Any], name: str) -> int:
-    """Bytes that this process comes to hold by a model and its passes, at most."""
+def memory(case: dict[str, Any], kept: bool) -> dict[str, int]:
+    """Bytes that this process comes to hold at most by a model and its passes; ``kept``: as malloc does by itself."""
+    library, found = ctypes.CDLL(None), {}
+    if not kept:
+        library.mallopt(*THRESHOLD)
     small = {**case, "d_model": 16, "n_layers": 1, "n_tokens": 16, "batch": 1}
-    call = {"forward_bytes": forward_of, "step_bytes": step_of}[name]
-    call(make(small), small)(2)  # what libraries load and keep the first time
+    for call in (forward_of, step_of):
+        call(make(small), small)(2)  # what libraries load and keep the first time
+    (torch.ones(1024, 1024) @ torch.ones(1024, 1024)).sum()
     gc.collect()
-    before = resident()[0]
-    with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
-        file.write("5")  # the highest so far is what it is now
-    call(make(case), case)(2)
-    return resident()[1] - before
+    library.malloc_trim(0)
+    before, model = resident()[0], make(case)
+    for name, call in (("forward", forward_of), ("step", step_of)):
+        with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
+            file.write("5")  # the highest so far is what it is now
+        call(model, case)(2)
+        found[f"{name}_{'kept_' if kept else ''}bytes"] = resident()[1] - before
+    return found
 
 
 def amount(row: dict[str, Any]) -> float:
@@ -192,21 +223,22 @@ def slope(rows: list[dict[str, Any]], name: str) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """A line for each factor and cost, then one for all."""
-    shares = []
+    """A line for each factor and cost, then what holds for all."""
     for factor in dict.fromkeys(row["case"]["factor"] for row in rows):
         mine = [row for row in rows if row["case"]["factor"] == factor]
         values = " ".join(f"{amount(row):g}" for row in mine)
-        for name, words in (COSTS | MEMORY).items():
-            ratios = [row[f"{name}_predicted"] / row[name] for row in mine]
-            good = [abs(ratio - 1) <= 0.2 for ratio in ratios]
-            shares += [(name, x) for x in good]
-            yield ("NFE" if factor == "solver" else factor, values, words, f"{slope(mine, name):.2f}",
-                   f"{slope(mine, f'{name}_predicted'):.2f}", f"{min(ratios):.2f}-{max(ratios):.2f}",
-                   f"{sum(good)}/{len(good)}")
-    for names, words in ((COSTS, "time"), (MEMORY, "memory")):
-        good = [x for name, x in shares if name in names]
-        yield ("all", "", words, "", "", "", f"{100 * sum(good) / len(good):.0f} %")
+        for name in (*COSTS, "step_bytes"):
+            yield ("NFE" if factor == "solver" else factor, values, (COSTS | MEMORY)[name], f"{slope(mine, name):.2f}",
+                   f"{slope(mine, f'{name}_predicted'):.2f}", *agreement(mine, [name]))
+    for names, words in ((COSTS, "time"), (MEMORY, "memory"), (KEPT, "step, memory as malloc keeps it")):
+        yield ("all", "", words, "", "", *agreement(rows, names))
+
+
+def agreement(rows: list[dict[str, Any]], names: Iterable[str]) -> tuple[str, str]:
+    """The range of predicted over measured, and how many are within 20 %."""
+    ratios = [row[f"{name}_predicted"] / row[name] for row in rows for name in names]
+    good = sum(abs(ratio - 1) <= 0.2 for ratio in ratios)
+    return f"{min(ratios):.2f}-{max(ratios):.2f}", f"{good} of {len(ratios)}"
 
 
 def draw(rows: list[dict[str, Any]], figure: Figure) -> None:

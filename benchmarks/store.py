@@ -19,6 +19,7 @@ from typing import Any
 from odeformer.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
+RANK = ("quick", "cpu", "gpu")
 PACKAGES = ("torch", "torchdiffeq", "numpy", "scipy")
 PEERS = ("torchode", "torchdyn", "diffrax", "x-transformers", "transformers")
 
@@ -26,6 +27,15 @@ PEERS = ("torchode", "torchdyn", "diffrax", "x-transformers", "transformers")
 def path_of(name: str, suffix: str = "jsonl") -> Path:
     """Where results of a benchmark lie."""
     return RESULTS / f"{name}.{suffix}"
+
+
+def place(name: str, preset: str) -> Path:
+    """Where a run of a preset goes: with the results, or in a folder of the preset's own where those are of a larger
+    one, which it does not replace."""
+    path = path_of(name)
+    there = read_rows(path)[0]["run"]["preset"] if path.exists() and path.stat().st_size else preset
+    smaller = preset in RANK and there in RANK and RANK.index(preset) < RANK.index(there)
+    return RESULTS / preset / path.name if smaller else path
 
 
 def key(case: dict[str, Any]) -> str:

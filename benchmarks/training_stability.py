@@ -167,10 +167,16 @@ def summary(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         group = found[*key, common]
         against = difference(by_seed(group, "log2_rate"), by_seed(base, "log2_rate")) if base and key != BASE else None
         rates = ", ".join(f"{n}: {shown(found[*key, n])}" for n in ladders[key])
+        verdict = "" if against is None else "both off the ladder" if off(group) and off(base) else against.verdict()
         lines.append((*key, rates, f"{group[0]['nfe']:g}", spread(group), f"{deepest(found, key, ladders[key]):g}",
-                      "" if against is None else against.shown(1), "" if against is None else against.verdict(),
-                      warm(rows, key)))
+                      "" if against is None else against.shown(1), verdict, warm(rows, key)))
     return lines
+
+
+def off(group: list[dict[str, Any]]) -> bool:
+    """Whether the largest rate of every seed lies beyond an end of the ladder."""
+    low, high = group[0]["case"]["exponents"]
+    return all(row["log2_rate"] < low or row["log2_rate"] >= high for row in group)
 
 
 def shown(group: list[dict[str, Any]]) -> str:

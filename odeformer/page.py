@@ -153,7 +153,7 @@ def shown(cell: Any) -> str:
 def _sort_key(cell: Any) -> str:
     """The full value of a number, where what is shown is less."""
     if isinstance(cell, float) and not math.isnan(cell):
-        return f' data-value="{cell!r}"' if math.isfinite(cell) else f' data-value="{"-" * (cell < 0)}Infinity"'
+        return f' data-value="{float(cell)!r}"' if math.isfinite(cell) else f' data-value="{"-" * (cell < 0)}Infinity"'
     return ""
 
 

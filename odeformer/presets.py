@@ -276,9 +276,9 @@ PRESETS: dict[str, Preset] = {
         what="Predict with α (1 - α) F_1 + α F_2, α learned from 1/2; correct with F at the prediction.",
         published=Form(order=0, depth={"solver": "pc_ema"}),
         corrected=Form(order=3, depth={"solver": "ssprk3"}),
-        note="The weights sum to 1 - (1 - α)² = 3/4, so it integrates 0.75 f. Corrected: the same three evaluations at "
-             "z, z + F_1 and a mean of both, with the weights 1/6, 1/6, 2/3 (Shu & Osher 1988), not learned. Its code "
-             "also has layer norms of outputs, and a corrector over all earlier layers (solver 'dense')."),
+        note="The weights sum to 1 - (1 - α)² = 3/4, so it integrates 0.75 f. Corrected: three evaluations too, at z, "
+             "z + F_1 and z + (F_1 + F_2) / 4, with the weights 1/6, 1/6, 2/3 (Shu & Osher 1988), not learned. Its "
+             "code also has layer norms of outputs, and a corrector over all earlier layers (solver 'dense')."),
     "diffeqformer": Preset(
         reference="Tong et al. 2025, Neural ODE Transformers; its code",
         what="z' = z + h (attention + FFN), depth 1 in steps of 1 / n_layers, all weights made by a network of l.",

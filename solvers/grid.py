@@ -198,6 +198,17 @@ def place(pieces: list[Piece], n_steps: int | None, grid: list[float] | None) ->
     return [uniform(piece.l0, piece.l1, n_steps // len(pieces)) for piece in pieces]
 
 
+def _on_device(depths: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The depths as a 1-d tensor. A GPU is not waited for; while it captures a graph, where nothing may be copied from
+    a host that goes on, it writes them itself."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.stack([torch.full((), x, dtype=dtype, device=device) for x in depths])
+    at = torch.tensor(depths, dtype=dtype, device="cpu")
+    if device.type == "cuda":
+        at = at.pin_memory()
+    return at if device.type == "cpu" else at.to(device, non_blocking=True)
+
+
 def make_steps(piece: Piece, points: list[float], nodes: tuple[float, ...], dtype: torch.dtype,
                device: torch.device) -> list[Step]:
     """The steps of a piece with all their depth tensors, made in one go; equal depths are one tensor.
@@ -237,10 +248,7 @@ def _make_steps(points: tuple[float, ...], nodes: tuple[float, ...], inside: tup
             x = l if c == 0 else end if c == 1 else l + c * h
             depths.append(x if inside is None else min(max(x, inside[0]), inside[1]))
     places = {x: i for i, x in enumerate(dict.fromkeys(depths))}
-    at = torch.tensor(list(places), dtype=dtype)
-    if device.type != "cpu":  # pinned and not waited for, so that the host runs ahead of the device
-        at = (at.pin_memory() if device.type == "cuda" else at).to(device, non_blocking=True)
-    at = at.unbind()
+    at = _on_device(list(places), dtype, device).unbind()
     at = tuple(at[places[x]] for x in depths)
     m = len(nodes)
     for i, (l, end) in enumerate(pairwise(points)):

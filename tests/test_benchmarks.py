@@ -10,6 +10,7 @@ from browser import Reader, answer, needs_browser
 import odeformer
 from benchmarks import runner, store
 from benchmarks.__main__ import main as benchmarks
+from benchmarks.findings import FINDINGS, findings, tally
 from benchmarks.fronts import Fronts
 from benchmarks.tables import fill
 from odeformer.plots import pareto_front
@@ -185,6 +186,40 @@ def test_fronts_put_a_point_a_configuration_and_mark_what_nothing_dominates():
     assert title == "accuracy against cost"
     points = Fronts(score="score", label="accuracy", higher=True)._points(rows, "nfe")
     assert points == {"euler": ([1, 2], [1.5, 2.5]), "rk4": ([1, 2], [2.5, 4.5])}
+    swapped = [{"case": {"seed": seed}, "solver": "rk4", "steps": n, "nfe": 4 * n, "score": n + seed} for n in (1, 2)
+               for seed in (0, 1)]  # rows of one case
+    swaps = Fronts(score="score", label="accuracy", higher=True)._points(swapped, "nfe")
+    assert swaps == {"rk4": ([4, 8], [1.5, 2.5])}
     assert list(pareto_front([1, 2, 1, 2], [1.5, 2.5, 2.5, 4.5])) == [False, False, True, True]
     assert [axes.get_xlabel() for axes in figure.axes] == ["NFE of a forward pass", "CPU time of an update (s)",
                                                            "parameters"]
+
+
+def test_findings_are_at_most_25_lines_one_for_each_study_that_has_something_to_say():
+    lines = findings().splitlines()
+    assert set(FINDINGS) <= set(runner.BENCHMARKS)
+    assert len(lines) == len(FINDINGS) <= 25
+    assert all(re.match(r"\* \*\*\w+\*\*: \S", line) for line in lines)
+
+
+def test_findings_of_results_that_hold_too_little_say_so(tmp_path, monkeypatch):
+    rows = [row for row in store.read_rows(store.path_of("depth_weights")) if row["case"]["weights"] != "piecewise"]
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    store.write_rows(tmp_path / "depth_weights.jsonl", rows)
+    preset = rows[0]["run"]["preset"]
+    assert findings() == (f"* **depth_weights**: the results of preset {preset} that are there do not hold all that is "
+                          "compared here.")
+
+
+def test_a_tally_counts_verdicts():
+    assert tally(["better", "tie", "tie", "worse", "tie"]) == "1 win, 3 ties, 1 loss"
+    assert tally([]) == "0 wins, 0 ties, 0 losses"
+
+
+def test_a_smaller_preset_does_not_replace_the_results_of_a_larger_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    assert store.place("toy", "quick") == tmp_path / "toy.jsonl"
+    for there, asked, folder in (("quick", "quick", "."), ("quick", "cpu", "."), ("cpu", "quick", "quick"),
+                                 ("cpu", "cpu", "."), ("gpu", "cpu", "cpu"), ("mine", "quick", ".")):
+        store.write_rows(tmp_path / "toy.jsonl", [{"case": {"preset": there}, "run": {"preset": there}}])
+        assert store.place("toy", asked) == tmp_path / folder / "toy.jsonl"

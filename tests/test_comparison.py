@@ -74,5 +74,7 @@ def test_a_loss_that_is_infinite_leaves_the_range_as_interval_and_nan_is_refused
     found = difference({0: float("inf"), 1: 2.0}, {0: 1.0, 1: 1.0})
     assert (found.mean, found.low, found.high) == (float("inf"), 1.0, float("inf"))
     assert found.verdict(higher_is_better=False) == "worse"
+    both = difference({0: float("inf"), 1: 2.0}, {0: float("inf"), 1: 1.0})
+    assert (both.mean, both.n) == (0.5, 2)
     with pytest.raises(ValueError, match="NaN"):
         difference({0: float("nan"), 1: 2.0}, {0: 1.0, 1: 1.0})

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 from browser import DARK, Reader, answer, needs_browser
 
@@ -74,8 +75,9 @@ def test_figures_are_named_drawn_and_the_same_each_time():
 
 def test_cells_show_four_digits_and_keep_all():
     page = Page("t")
-    page.table(["x", "y"], [[1 / 3, True], [float("-inf"), None]])
+    page.table(["x", "y"], [[1 / 3, True], [float("-inf"), None], [np.float64(0.1), 2]])
     text = str(page)
+    assert 'data-value="0.1">0.1<' in text
     assert 'data-value="0.3333333333333333">0.3333<' in text and ">yes<" in text and ">−∞<" in text
 
 

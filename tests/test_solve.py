@@ -681,3 +681,10 @@ def test_depths_are_made_once_for_all_solves_over_a_grid_and_a_field_that_spoils
     z0 = torch.ones(2, requires_grad=True)
     solve(lambda z, l: l * z, z0, span=(0.0, 7.0), solver="midpoint", n_steps=7).z.sum().backward()
     assert z0.grad.isfinite().all()
+
+
+def test_a_solve_under_another_default_device_leaves_later_ones_alone():
+    with torch.device("meta"):
+        solve(lambda z, l: l * z, torch.ones(2, device="cpu"), span=(0.0, 9.0), solver="euler", n_steps=9)
+    z = solve(lambda z, l: l.expand_as(z), torch.zeros(2), span=(0.0, 9.0), solver="euler", n_steps=9).z
+    assert torch.equal(z, torch.full((2,), 36.0))

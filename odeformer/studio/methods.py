@@ -25,15 +25,25 @@ def has_region(solver: Solver) -> bool:
     return True
 
 
+def evaluations(solver: Solver) -> float:
+    """Of f a step, once it is under way: an FSAL stage is not one; of an implicit method its stages, a lower bound."""
+    count = getattr(solver, "nfe", None)
+    if count is not None:
+        return count(101) - count(100)
+    tableau = getattr(solver, "tableau", None)
+    return solver.n_stages - (tableau is not None and tableau.is_fsal and not solver.is_implicit)
+
+
 def row(solver: Solver) -> list[Any]:
     """A line of the table."""
     kind = "implicit" if solver.is_implicit else "adaptive" if solver.is_adaptive else "explicit"
     start = [solver.name, solver.order, solver.n_stages, kind]
     if not has_region(solver):
-        return [*start, None, None, solver.n_stages, None, None]
+        return [*start, None, None, evaluations(solver), None, None]
     real, imaginary = abs(real_interval(solver)), imaginary_interval(solver)
-    per = [x / solver.n_stages if math.isfinite(x) and not solver.is_implicit else None for x in (real, imaginary)]
-    return [*start, real, imaginary, solver.n_stages, *per]
+    n = evaluations(solver)
+    per = [x / n if math.isfinite(x) and not solver.is_implicit else None for x in (real, imaginary)]
+    return [*start, real, imaginary, n, *per]
 
 
 def write(page: Page, solvers: Sequence[Solver]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from odeformer import diagnostics
 from odeformer.diagnostics import Spectrum, Stability
+from odeformer.studio.methods import evaluations
 from odeformer.studio.stack import WHOLE, Stack
 from odeformer.studio.words import counted
 from solvers import SOLVERS, get_solver
@@ -118,7 +119,7 @@ class Reach:
 
     name: str
     order: int
-    evaluations: int
+    evaluations: float
     implicit: bool
     h: torch.Tensor
     strict: torch.Tensor
@@ -144,7 +145,7 @@ def reaches(modes: Modes) -> list[Reach]:
     for method in methods:
         steps = torch.tensor([[_steps(method, row, modes.flat) for row in field.eigenvalues] for field in fields],
                              dtype=torch.float64).amin(0)
-        found.append(Reach(method.name, method.order, method.n_stages, bool(method.is_implicit), *steps.unbind(1)))
+        found.append(Reach(method.name, method.order, evaluations(method), bool(method.is_implicit), *steps.unbind(1)))
     return found
 
 
