@@ -203,6 +203,8 @@ def draw(rows: list[dict[str, Any]], figure: Figure) -> None:
     by_nfe.set_ylabel("bits per byte, unseen documentation (lower is better)")
     by_nfe.legend(fontsize=7)
     by_error.set_xscale("log")
+    by_error.set_xticks([0.1, 0.2, 0.5, 1.0, 2.0], ["0.1", "0.2", "0.5", "1", "2"])
+    by_error.minorticks_off()
     by_error.set_xlabel("truncation error: relative distance of the final state\nfrom a fine solve of the same field")
     by_error.set_ylabel("bits per byte (numbers: layers)")
     draw_solved(groups, solved, look)

@@ -91,7 +91,7 @@ def evaluations(model: nn.Module) -> tuple[dict[str, int] | None, int | float | 
     hooks = [part.core.register_forward_pre_hook(lambda core, inputs, name=name: counts.update([name]))
              for block in model.layers for name, part in block.parts.items()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiled layers do not see new hooks
             nfe = model.evolve(z, **memory).nfe
     finally:
         for hook in hooks:

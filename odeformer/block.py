@@ -251,7 +251,10 @@ COUPLINGS = {
 }
 
 
-def block_field(block: Block, coupling: str | type, context: Context, layer: int = 0) -> Sum:
+def block_field(block: Block, coupling: str | type, context: Context, layer: int = 0) -> Any:
     """The vector field of a block in a forward pass, as the given layer."""
     sublayers = map(own, block.sublayers) if context.replayed else block.sublayers
-    return look_up(COUPLINGS, coupling, "coupling")([Part(sublayer, context, layer) for sublayer in sublayers])
+    coupling = look_up(COUPLINGS, coupling, "coupling")
+    if context.compiled is not None:
+        return context.compiled.field(coupling, sublayers, context, layer)
+    return coupling([Part(sublayer, context, layer) for sublayer in sublayers])

@@ -48,7 +48,8 @@ class Blocks(nn.ModuleList):
 
     def pieces(self, coupling: str | type, context: Context) -> list[tuple[float, float, Any]]:
         """The field of each layer, with where it begins and ends."""
-        return [(float(i), float(i + 1), block_field(self[self.index(i)], coupling, context, i))
+        blocks = list(self)
+        return [(float(i), float(i + 1), block_field(blocks[self.index(i)], coupling, context, i))
                 for i in range(self.n_layers)]
 
     def field(self, coupling: str | type, context: Context) -> Any:

@@ -24,7 +24,8 @@ class Context:
     or a tensor (batch, 1, 1): layer drop; None where all is kept. ``cache``: holds keys and values of earlier tokens.
     ``memory`` (batch, source, d_model) and ``memory_mask``: what cross-attention attends to.
     ``routing``: what experts report. ``moving``: whether weights are functions of l, not the same in all evaluations of
-    a layer. ``replayed``: whether the field is evaluated again on the way back.
+    a layer. ``replayed``: whether the field is evaluated again on the way back. ``compiled``: makes the fields of a
+    compiled model's layers (see ``odeformer.compiled``).
     """
 
     mask: Tensor | None = None
@@ -39,6 +40,7 @@ class Context:
     routing: RoutingLog = field(default_factory=lambda: RoutingLog())
     moving: bool = False
     replayed: bool = False
+    compiled: Any = None
     _drops: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def attention(self, layer: int) -> dict[str, Any]:
@@ -79,12 +81,16 @@ class Context:
         (unless ``dropout_per`` says otherwise)."""
         if not self.training or p == 0:
             return x
+        return dropped(x, self.kept(site, layer, p, x), p)
+
+    def kept(self, site: nn.Module, layer: int, p: float, x: Tensor) -> Tensor:
+        """The mask of ``drop`` for an x: bool, True where it is kept."""
         if self.dropout_per == "evaluation":
-            return _dropped(x, _mask(x, p), p)
+            return _mask(x, p)
         key = id(site), layer
         if key not in self._drops:
             self._drops[key] = _mask(x, p)
-        return _dropped(x, self._drops[key], p)
+        return self._drops[key]
 
     def increment(self, layer: int, k: Tensor) -> Tensor:
         """dz/dl of a layer under layer drop; padding stands still, or a norm of zeros would make it stiff."""
@@ -98,6 +104,6 @@ def _mask(x: Tensor, p: float) -> Tensor:
     return torch.rand(x.shape, device=x.device) >= p
 
 
-def _dropped(x: Tensor, keep: Tensor, p: float) -> Tensor:
+def dropped(x: Tensor, keep: Tensor, p: float) -> Tensor:
     """What is kept, over 1 - p: a Python number, which half precision does not round."""
     return (x * (1 / (1 - p))).masked_fill(~keep, 0)

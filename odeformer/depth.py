@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -23,6 +23,7 @@ from odeformer.weights import WEIGHTS
 from solvers import Solution, SolverError, solve
 from solvers.base import HALF
 from solvers.calibrate import ErrorProfile
+from solvers.compiled import CompiledSteps, has_one_form
 from solvers.grid import read_grid
 from solvers.imex import ImexRungeKutta
 from solvers.learned import Learned
@@ -180,8 +181,17 @@ def _solve(f: Any, z: Tensor, span: tuple[float, float], solver: Any, context: C
         solver = taking_turns(solver, f)
         if context.routing.step is not None:
             solver = _StepCounter(solver, context.routing)
+        elif _steps_compile(solver, context, gradient):
+            solver = CompiledSteps(solver, context.compiled)
     return solve(f, z, span=tuple(map(float, span)), solver=solver, mask=context.mask, gradient=gradient,
                  save_at=save_at, breakpoints=kinks, **amounts)
+
+
+def _steps_compile(solver: Any, context: Context, gradient: str) -> bool:
+    """Whether whole steps are compiled: autograd goes through them, and nothing is drawn within one."""
+    redrawn = context.training and context.dropout_per == "evaluation"
+    return (context.compiled is not None and has_one_form(solver) and not redrawn
+            and (gradient == "backprop" or not torch.is_grad_enabled()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,8 +214,7 @@ def _with_routing(solution: Solution, f: Any, context: Context, gradient: str) -
         losses = Withheld(f"would have no gradient under gradient={gradient!r}, which evaluates the field outside "
                           f"autograd; take gradient={' or '.join(map(repr, TRACKED))}")
     kind = type(solution) if isinstance(solution, DepthSolution) else DepthSolution
-    values = {f.name: getattr(solution, f.name) for f in fields(solution)}
-    return kind(**values | {"losses": losses, "routing": report, "mask": context.mask, "field": f})
+    return kind(**vars(solution) | {"losses": losses, "routing": report, "mask": context.mask, "field": f})
 
 
 class _StepCounter:

@@ -52,6 +52,8 @@ class SmoothBlocks(Blocks):
     def _at(self, coupling: str | type, context: Context, layer: int,
             weights: list[tuple[Sublayer, Remembered]]) -> Any:
         parts = [SmoothPart(sublayer, at, context, layer) for sublayer, at in weights]
+        if context.compiled is not None:
+            parts = [context.compiled.smooth(part) for part in parts]
         field = look_up(COUPLINGS, coupling, "coupling")(parts)
         field.kinks = self.kinks
         return field

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+
+from odeformer.bases import Basis
 
 At = Callable[[Tensor], dict[str, Tensor]]  # l -> parameters by name
 Columns = Sequence[Sequence[Tensor]]
@@ -26,7 +29,7 @@ class Remembered:
 
     def __init__(self, at: At, blocks: nn.Module):
         self.at, self.blocks = at, blocks  # the blocks are here to be found by who looks for parameters
-        self.parameters = list(blocks.parameters())
+        self.parameters = [p for p in blocks.parameters() if not p.is_inference()]  # which keep no count of changes
         self.kept: OrderedDict[tuple, tuple[Tensor, dict[str, Tensor]]] = OrderedDict()
 
     def __call__(self, l: Tensor) -> dict[str, Tensor]:
@@ -37,7 +40,7 @@ class Remembered:
         if is_followed(l):
             return self.at(l)
         depth = l.item() if l.device.type == "cpu" else id(l)
-        changes = sum(p._version for p in self.parameters if not p.is_inference())  # which keep no count
+        changes = sum([p._version for p in self.parameters])
         key = depth, torch.is_grad_enabled(), changes
         if key not in self.kept:
             with apart(l):
@@ -79,12 +82,21 @@ def apart(l: Tensor) -> ExitStack:
     return stack
 
 
-def spread(basis: Callable[[Tensor], Tensor], l: Tensor) -> list[tuple[int, float | Tensor]]:
+def spread(basis: Callable[[Tensor], Tensor], l: Tensor) -> Sequence[tuple[int, float | Tensor]]:
     """(k, φ_k(l)): plain numbers and no zeros where they can be read without waiting, else 0-d tensors."""
+    readable = l.device.type == "cpu" and not is_followed(l)
+    if readable and isinstance(basis, Basis):
+        return numbers(basis, l.item(), l.dtype)
     values = basis(l)
-    if l.device.type == "cpu" and not values.requires_grad and not is_followed(l):
+    if readable and not values.requires_grad:
         return [(k, w) for k, w in enumerate(values.tolist()) if w]
     return list(enumerate(values.unbind()))
+
+
+@lru_cache(maxsize=4096)
+def numbers(basis: Basis, l: float, dtype: torch.dtype) -> tuple[tuple[int, float], ...]:
+    """(k, φ_k(l)) without zeros, computed in dtype. A basis never changes, and passes ask for the same depths again."""
+    return tuple((k, w) for k, w in enumerate(basis(torch.tensor(l, dtype=dtype)).tolist()) if w)
 
 
 def combine(weights: Sequence[tuple[int, float | Tensor]], columns: Columns) -> list[Tensor]:

@@ -44,7 +44,7 @@ def test_solvers_never_imports_odeformer():
 
 
 # plots, diagnostics and the command line study solvers themselves; models reach them through depth alone
-STUDIES = {"depth.py", "commands", "plots", "presets.py", "diagnostics", "studio"}  # files and packages directly in odeformer
+STUDIES = {"depth.py", "commands", "plots", "presets.py", "diagnostics", "studio"}  # what may, directly in odeformer
 
 
 def test_models_reach_solvers_through_depth_alone():

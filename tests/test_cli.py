@@ -2,6 +2,7 @@
 
 
 import pytest
+import torch
 
 import odeformer
 from odeformer.cli import main
@@ -89,3 +90,43 @@ def test_data_with_other_classes_than_the_model_was_made_for_are_refused():
     with pytest.raises(ValueError, match=r"n_classes = 10.*made for 4"):
         task_of(odeformer.VisionEncoder(config), odeformer.DATA["digits"](), None)
 
+
+def test_a_report_on_stability_is_written_for_targets_and_for_solvers(tmp_path, capsys):
+    for arguments in (["euler", "rk4"], ["--solver", "euler", "rk4"]):
+        path = tmp_path / "report.html"
+        assert main(["stability", *arguments, "--out", str(path)]) == 0
+        text = path.read_text(encoding="utf-8")
+        assert text.lstrip().lower().startswith("<!doctype html") and "rk4" in text
+        assert str(path) in capsys.readouterr().out
+        path.unlink()
+    assert main(["stability", "euler", "rk4", "--out", str(tmp_path / "region.svg")]) == 0
+    assert (tmp_path / "region.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_stability_takes_solvers_in_one_place_and_limits_for_a_report_alone(tmp_path, capsys):
+    assert main(["stability", "euler", "--solver", "rk4"]) == 2
+    assert "not both" in capsys.readouterr().err
+    assert main(["stability", "euler", "--samples", "2", "--out", str(tmp_path / "region.png")]) == 2
+    assert "--samples" in capsys.readouterr().err
+    assert main(["stability", "nothing", "--out", str(tmp_path / "report.html")]) == 2
+    assert "'nothing'" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+def test_evaluate_and_generate_run_where_they_are_told_to(tmp_path, capsys, monkeypatch):
+    from odeformer import processes
+    from odeformer.models.base import DepthModel
+
+    model = odeformer.Decoder(odeformer.DecoderConfig(vocab_size=259, max_seq_len=16, n_layers=1,
+                                                      block=odeformer.BlockConfig(8, 2)))
+    model.save(tmp_path)
+    odeformer.ByteTokenizer().save(tmp_path)
+    commands = (["generate", str(tmp_path), "--prompt", "The", "--temperature", "1"],
+                ["evaluate", str(tmp_path), "--data", "python_docs", "--samples", "2"])
+    for command in commands:
+        assert main([*command, "--device", "nowhere"]) == 2
+        assert "--device must be one that torch has here, got 'nowhere'" in capsys.readouterr().err
+    asked, moved, to = [], [], DepthModel.to
+    monkeypatch.setattr(processes, "single_device", lambda name: asked.append(name) or torch.device("cpu"))
+    monkeypatch.setattr(DepthModel, "to", lambda self, *place: moved.append(place) or to(self, *place))
+    assert main([*commands[0], "--device", "cpu"]) == 0
+    assert asked == ["cpu"] and moved == [(torch.device("cpu"),)]

@@ -113,13 +113,13 @@ def fused(pairs: Pairs, bias: Tensor | None = None, scale: float | None = None) 
     seen = pairs.seen
     if seen is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-    blind = None
+    sees = None
     if pairs.mask is not None or not stands:  # rows that see nothing look everywhere and are cleared: no NaN
-        blind = ~seen.any(-1, keepdim=True)
-        seen = seen | blind
+        sees = seen.any(-1, keepdim=True)
+        seen = seen | ~sees
     bias = seen if bias is None else bias.masked_fill(~seen, float("-inf"))
     y = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-    return y if blind is None else y.masked_fill(blind, 0)
+    return y if sees is None else y * sees
 
 
 def needs_rules() -> bool:
@@ -262,7 +262,7 @@ class Attention(nn.Module):
 
     def scores(self, pairs: Pairs) -> Tensor:
         """(batch, heads, queries, keys), before masking."""
-        scores, bias = pairs.query @ pairs.key.transpose(-1, -2) * self.scale, self.bias(pairs)
+        scores, bias = (pairs.query * self.scale) @ pairs.key.transpose(-1, -2), self.bias(pairs)
         return scores if bias is None else scores + bias
 
     def weights(self, pairs: Pairs) -> Tensor:
@@ -280,10 +280,15 @@ class Attention(nn.Module):
         self.check_states(x, memory)
         if mask is not None:
             check_sight(mask, x, memory, slot is not None)
-            hidden = ~(mask if mask.dim() == 2 else mask.any(1))[:, mask.shape[-1] - memory.shape[1]:, None]
+            shown = mask if mask.dim() == 2 else mask.any(1)
+            if (n_earlier := shown.shape[1] - memory.shape[1]):
+                shown = shown[:, n_earlier:]
+            shown = shown.unsqueeze(-1)
             if own:  # hidden tokens ask, too, and a NaN question would spoil the gradients of all keys
-                x = x.masked_fill(hidden & ~x.isfinite(), 0)
-            memory = memory.masked_fill(hidden, 0)  # 0 * NaN would pass through the weighted sum
+                x = torch.where(shown, x, x.nan_to_num(0, 0, 0))
+                memory = x * shown  # several times as fast as filling, and exact now that hidden places are finite
+            else:
+                memory = memory.masked_fill(~shown, 0)  # 0 * NaN would pass through the weighted sum
         source, key, value = self.project(x, memory)
         query = source
         if rotary is not None:

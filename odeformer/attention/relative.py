@@ -50,17 +50,18 @@ class RelativeAttention(Attention):
 
     def bias(self, pairs: Pairs) -> Tensor | None:
         """(q_i · PE^k_ij + PE^q_ij · k_j + PE^q_ij · PE^k_ij) / sqrt(head_dim); None without such tables."""
-        rows, terms = self.rows(pairs), []
+        rows, bias = self.rows(pairs), None
         query, key = pairs.source, pairs.key if pairs.plain is None else pairs.plain
-        if self.key_table is not None:
+        if self.key_table is not None:  # all small, until the last line
             products = query @ self.key_table.mT  # (batch, heads, queries, rows of the table)
-            terms.append(products.gather(-1, rows.expand(*query.shape[:2], -1, -1)))
+            if self.query_table is not None:
+                products = products + (self.query_table * self.key_table).sum(-1)
+            bias = (products * self.scale).gather(-1, rows.expand(*query.shape[:2], -1, -1))
         if self.query_table is not None:
-            products = key @ self.query_table.mT
-            terms.append(products.gather(-1, rows.mT.expand(*key.shape[:2], -1, -1)).mT)
-        if len(terms) == 2:
-            terms.append((self.query_table * self.key_table).sum(-1)[rows])
-        return sum(terms) * self.scale if terms else None
+            products = key @ self.query_table.mT * self.scale
+            other = products.gather(-1, rows.mT.expand(*key.shape[:2], -1, -1)).mT
+            bias = other if bias is None else bias + other
+        return bias
 
     def attend(self, pairs: Pairs) -> Tensor:
         """Through the fused kernel where the values have no table."""

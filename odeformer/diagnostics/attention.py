@@ -64,7 +64,7 @@ def _maps(site: Site) -> list[Tensor]:
         with elementary(), torch.no_grad(), watch:
             site.f(site.z, site.l)
         return watch.found
-    with ExitStack() as stack, torch.no_grad():
+    with ExitStack() as stack, torch.no_grad(), torch.compiler.set_stance("force_eager"):  # which sees new hooks
         for module in ours:
             def note(core: Attention, arguments: tuple, named: dict) -> None:
                 named = {name: x for name, x in named.items() if name != "slot"}

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from odeformer.block import COUPLINGS, Block
+from odeformer.blocks import Blocks
 from odeformer.cache import Cache, CachePass
+from odeformer.compiled import Compiled
 from odeformer.context import Context
 from odeformer.depth import DepthConfig, integrate
 from odeformer.depth_checks import (
@@ -56,6 +58,7 @@ class DepthModel(nn.Module):
 
     causal = False
     cross = False
+    compiled: Compiled | None = None  # what compile() left
 
     def __init__(self, config: Any):
         super().__init__()
@@ -155,7 +158,7 @@ class DepthModel(nn.Module):
                     training)
         context = Context(mask=mask, causal=self.causal, training=training, rotary=rotary, cache=reading,
                           memory=memory, memory_mask=memory_mask, keep=keep, dropout_per=block.dropout_per,
-                          moving=not self.layers.by_layer,
+                          moving=not self.layers.by_layer, compiled=self.compiled,
                           replayed=depth.gradient != "backprop" and torch.is_grad_enabled())
         if block.feedforward_options.get("routing") == "step":
             context.routing.step = 0
@@ -196,6 +199,23 @@ class DepthModel(nn.Module):
         if isinstance(other.solver, nn.Module):
             other.solver.to(next(self.layers.parameters()).device)
         return other
+
+    def compile(self, **options: Any) -> None:
+        """Compile the layers, in place as nn.Module.compile does, when they are first called: one function for all of
+        them, whatever their number and the steps (see ``odeformer.compiled``).
+
+        ``options``: those of torch.compile; fullgraph is True unless given. With an explicit one-step solver, and
+        gradient "backprop" or no gradients, a step of a layer is one function, else an evaluation of its field. As it
+        is written runs what comes before and behind the layers, a layer of experts, a pass with a cache, and all of it
+        within torch.func transforms. There are no second derivatives of what is compiled (torch raises), and hooks
+        that are set on parts of a layer after its first call are not seen. Copies and ``with_solver`` keep it; files,
+        and models made anew from this one (pruned, grown), do not.
+
+        Raises ValueError where the layers are not odeformer's own (``wrap``).
+        """
+        if not isinstance(self.layers, Blocks):
+            raise ValueError("compile() is for models with layers of odeformer's own; those of a wrapped model are not")
+        self.compiled = Compiled(options)
 
     def parameter_report(self, n_tokens: int | None = None) -> Any:
         """Parameters, NFE of a pass and multiply-adds a token, beside the plain Transformer of this width and depth:

@@ -225,6 +225,11 @@ class Seq2Seq(nn.Module):
         other.config = replace(self.config, depth=other.encoder.config.depth, decoder_depth=other.decoder.config.depth)
         return other
 
+    def compile(self, **options: Any) -> None:
+        """Compile the layers of both parts; see ``DepthModel.compile``."""
+        for part in (self.encoder, self.decoder):
+            part.compile(**options)
+
     def parameter_report(self, n_tokens: int | None = None) -> Any:
         """As of other models, for both parts together and for each; see ``odeformer.accounting``."""
         from odeformer.accounting import parameter_report

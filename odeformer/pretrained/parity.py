@@ -169,7 +169,8 @@ def noting(model: nn.Module, layers: str, norm: str, at: str, found: dict[str, T
     if norm:
         handles.append(model.get_submodule(norm).register_forward_hook(normed))
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):  # compiled layers do not see new hooks
+            yield
     finally:
         for handle in handles:
             handle.remove()
