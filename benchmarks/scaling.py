@@ -219,7 +219,8 @@ def slope(rows: list[dict[str, Any]], name: str) -> float:
     """Of log cost against log factor, by least squares."""
     points = [(math.log(amount(row)), math.log(row[name])) for row in rows]
     x, y = (sum(column) / len(points) for column in zip(*points, strict=True))
-    return sum((a - x) * (b - y) for a, b in points) / sum((a - x)**2 for a, _ in points)
+    spread = sum((a - x)**2 for a, _ in points)
+    return sum((a - x) * (b - y) for a, b in points) / spread if spread else math.nan  # of a single point there is none
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:

@@ -16,7 +16,7 @@ from benchmarks.tables import fill
 from odeformer.plots import pareto_front
 from solvers import SOLVERS
 
-TRAINED = ("accuracy_vs_nfe", "images", "iso_nfe", "language", "translation", "truncation")
+TRAINED = ("accuracy_vs_nfe", "iso_nfe", "language", "truncation")
 
 
 def test_benchmarks_list_and_every_listed_one_has_what_the_runner_needs(capsys):
@@ -36,7 +36,7 @@ def test_committed_results_can_be_read_tabled_and_drawn():
     for name in runner.BENCHMARKS:
         path = store.RESULTS / f"{name}.jsonl"
         rows, module = store.read_rows(path), runner.find(name)
-        assert len(list(module.summary(rows))) > 3
+        assert list(module.summary(rows))
         module.draw(rows, Figure())
         assert all({"command", "torch", "machine", "revision", "python", "date"} <= row["run"].keys() for row in rows)
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import depth_memory
+from benchmarks.local_attention import peak_mib
 from benchmarks.speed.timing import MODES, interleaved, row
 from odeformer import BlockConfig, DepthConfig, Encoder, EncoderConfig
 
 MEMORY, TIME, WEIGHTS = 1.10, 2.2, 1.10
 SHALLOW, DEEP = 12, 96
+REVERSIBLE = {"solver": "reversible_midpoint", "weights": "shared"}
 INTERPOLATIONS = {"linear": {"n_knots": 4}, "spline": {"n_knots": 4}, "chebyshev": {"n_basis": 4},
                   "fourier": {"n_basis": 4}}
 OTHERS = {"lowrank": {}, "modulated": {}, "hyper": {}}  # weights that are functions of depth in other ways
@@ -21,8 +22,8 @@ D_MODEL, N_LAYERS = 256, 6
 
 def cases(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Memory, time, and the weights in both passes."""
-    yield {"what": "memory", "d_model": settings["d_model"], "tokens": 64, "batch": 8}
-    yield {"what": "reversible", "shape": [8, 64, settings["d_model"]]}
+    for what in ("memory", "reversible"):
+        yield {"what": what, "shape": [8, 64, settings["d_model"]]}
     for mode in MODES:
         yield {"what": "weights", "kinds": list(settings["weights"]), "shape": [8, 128, D_MODEL], "pass": mode}
 
@@ -40,15 +41,13 @@ def make(shape: list[int], n_layers: int = N_LAYERS, coupling: str = "lie", **de
 
 
 def measure_memory(case: dict[str, Any], rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Peak memory of a training step at 96 layers over that at 12, each in a process of its own."""
-    common = {"weights": "shared", "gradient": "reversible", **{name: case[name] for name in
-                                                                 ("d_model", "tokens", "batch")}}
-    label = f"reversible: memory at {DEEP} layers over {SHALLOW}"
-    try:
-        shallow, deep = (depth_memory.measure({**common, "n_layers": n})[0]["memory"] for n in (SHALLOW, DEEP))
-    except OSError as error:  # no /proc
-        return [row(label, "peak bytes", None, MEMORY, note=f"{type(error).__name__}: {error}")]
-    return [row(label, "peak bytes", deep / shallow, MEMORY, note=f"{deep / 2**20:.1f} MiB at {DEEP}")]
+    """The most that torch's allocator held at a time in a training step, at 96 layers over 12."""
+    tokens, peak = torch.randint(8, case["shape"][:2]), {}
+    for n_layers in (SHALLOW, DEEP):
+        model = make(case["shape"], n_layers, "composed", **REVERSIBLE, gradient="reversible")
+        peak[n_layers] = peak_mib(MODES["forward + backward"](lambda model=model: model(tokens)))
+    return [row(f"reversible: memory of a training step, {DEEP} layers over {SHALLOW}", "bytes / bytes",
+                peak[DEEP] / peak[SHALLOW], MEMORY, note=f"{peak[DEEP]:.1f} MiB at {DEEP}")]
 
 
 def measure_reversible(case: dict[str, Any], rounds: int, seconds: float) -> list[dict[str, Any]]:
@@ -56,7 +55,7 @@ def measure_reversible(case: dict[str, Any], rounds: int, seconds: float) -> lis
     tokens = torch.randint(8, case["shape"][:2])
     calls = {}
     for mode in ("reversible", "backprop"):
-        model = make(case["shape"], SHALLOW, "composed", solver="reversible_midpoint", gradient=mode, weights="shared")
+        model = make(case["shape"], SHALLOW, "composed", **REVERSIBLE, gradient=mode)
         calls[mode] = MODES["forward + backward"](lambda model=model: model(tokens))
     times = interleaved(calls, rounds, seconds)
     return [times.ratio("reversible training over backprop, time", "reversible", "backprop", TIME)]

@@ -63,7 +63,7 @@ def measure(case: dict[str, Any], rounds: int, seconds: float) -> list[dict[str,
     return rows + [times.ratio(f"{a} over {b}, {case['field']}", a, b) for a, b in pairs]
 
 
-def layer_of(f: Any) -> torch.nn.ModuleDict:
+def layer_of(f: Any) -> torch.nn.Module:
     """The layer behind the field ``block``."""
     attention, feedforward = (part.sublayer for part in f._parts)
     layer = torch.nn.Module()
