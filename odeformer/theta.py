@@ -29,7 +29,7 @@ class Remembered:
 
     def __init__(self, at: At, blocks: nn.Module):
         self.at, self.blocks = at, blocks  # the blocks are here to be found by who looks for parameters
-        self.parameters = [p for p in blocks.parameters() if not p.is_inference()]  # which keep no count of changes
+        self.parameters = list(blocks.parameters())
         self.kept: OrderedDict[tuple, tuple[Tensor, dict[str, Tensor]]] = OrderedDict()
 
     def __call__(self, l: Tensor) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ class Remembered:
         if is_followed(l):
             return self.at(l)
         depth = l.item() if l.device.type == "cpu" else id(l)
-        changes = sum([p._version for p in self.parameters])
+        changes = sum(p._version for p in self.parameters if not p.is_inference())  # which keep no count
         key = depth, torch.is_grad_enabled(), changes
         if key not in self.kept:
             with apart(l):

@@ -36,7 +36,7 @@ N_LAYERS, UPDATES = 6, 250
 
 def results(name: str) -> list[dict[str, Any]]:
     """The rows of a benchmark."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 @cache
