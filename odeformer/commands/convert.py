@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +40,8 @@ def run(parser: argparse.ArgumentParser, argv: list[str]) -> int:
 
     settings.check_keys(options, ["depth"], "")
     depth = settings.merged(options.get("depth", {}), {} if args.solver is None else {"solver": args.solver})
+    from odeformer.pretrained.folder import is_huggingface
+
     to_ours = is_huggingface(Path(args.source))
     given = {"--solver and --depth": depth, "--architecture": args.architecture, "--ignore": args.ignore}
     for name, value in given.items():
@@ -55,23 +56,6 @@ def run(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     print(f"largest difference of the outputs {report.rows[-1].difference:.3g} of {report.rows[-1].size:.3g}; first "
           f"layer that differs: {report.first_differing or 'none'} (tolerance {report.tolerance:g})")
     return 0 if report.first_differing is None else 1
-
-
-def is_huggingface(source: Path) -> bool:
-    """Whether a folder holds a model of Hugging Face; False: one of ours. Raises FileNotFoundError or ValueError for
-    any other."""
-    path = source / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{source} holds no config.json, so it is neither a model of ours nor one of Hugging "
-                                "Face")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    for key, answer in (("model_type", True), ("model", False)):
-        if isinstance(values, Mapping) and key in values:
-            return answer
-    raise ValueError(f"{path} has neither model_type, as Hugging Face's have, nor model, as ours have")
 
 
 @contextmanager

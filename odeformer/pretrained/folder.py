@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +11,22 @@ from typing import Any
 
 from odeformer.pretrained.families import family_of
 from odeformer.pretrained.rules import listed
+
+
+def is_huggingface(source: Path) -> bool:
+    """Whether a folder holds a model of Hugging Face; False: one of ours. Raises ValueError for any other."""
+    path = source / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{source} holds no config.json, so it is neither a model of ours nor one of Hugging "
+                         "Face")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    for key, answer in (("model_type", True), ("model", False)):
+        if isinstance(values, Mapping) and key in values:
+            return answer
+    raise ValueError(f"{path} has neither model_type, as Hugging Face's have, nor model, as ours have")
 
 
 def transformers() -> ModuleType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,6 +14,7 @@ from torch import nn
 from odeformer.models import Seq2Seq, load
 from odeformer.models.base import DepthModel
 from odeformer.pretrained import from_huggingface, wrap
+from odeformer.pretrained.folder import is_huggingface
 from solvers import SOLVERS, get_solver
 from solvers.base import Solver
 
@@ -65,16 +65,7 @@ def _of_folder(name: str, folder: Path) -> Target:
         raise ValueError(f"unknown target {name!r}{hint}: it is no solver and no folder. A target is a folder with a "
                          "model, saved by model.save() or `odeformer train` or in Hugging Face's format, or one of the "
                          f"solvers {', '.join(sorted(SOLVERS))}")
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no config.json, so there is no model in it: a folder for a report is one "
-                         "that model.save() or `odeformer train` wrote, or one in Hugging Face's format")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    theirs = "model_type" in values and "model" not in values
-    model = from_huggingface(folder) if theirs else load(folder)
+    model = from_huggingface(folder) if is_huggingface(folder) else load(folder)
     if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
         model = model.float()  # diagnostics need the digits
     return Target(folder.resolve().name or name, model=model, folder=folder)
