@@ -92,6 +92,8 @@ class Sublayer(nn.Module):
     def __init__(self, core: nn.Module, placement: nn.Module, dropout: float):
         super().__init__()
         self.core, self.placement, self.dropout = core, placement, dropout
+        # at padding, where z is 0
+        self.finite = all(getattr(child, "finite", False) for child in (core, placement))
 
     def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
         """The core on its normalised input."""
@@ -99,8 +101,11 @@ class Sublayer(nn.Module):
 
     def forward(self, z: Tensor, context: Context, layer: int = 0) -> Tensor:
         """dz/dl in a layer, shaped like z (batch, tokens, d_model)."""
-        k = self.placement(z, lambda x: context.drop(self, layer, self.dropout, self.run(x, context, layer)))
-        return context.increment(layer, k)
+        if context.training and self.dropout:
+            k = self.placement(z, lambda x: context.drop(self, layer, self.dropout, self.run(x, context, layer)))
+        else:
+            k = self.placement(z, lambda x: self.run(x, context, layer))
+        return context.increment(layer, k, self.finite)
 
 
 NEEDS = {"rotary": "rotary positions", "slot": "a key/value cache (cache=None goes without)"}
@@ -114,9 +119,13 @@ class AttentionSublayer(Sublayer):
         parameters = inspect.signature(core.forward).parameters.values()
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.taken = frozenset(NEEDS) if open_ended else frozenset(p.name for p in parameters)
+        self.takes_sight = getattr(placement, "finite", False) and "sight" in self.taken
 
     def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
-        return self.attend(x, context.attention(layer))
+        arguments = context.attention(layer)
+        if self.takes_sight:
+            arguments["sight"] = context.sight
+        return self.attend(x, arguments)
 
     def attend(self, x: Tensor, arguments: dict[str, Any]) -> Tensor:
         """The core with these arguments. Raises ValueError where an own class has none for what the pass needs."""
@@ -178,7 +187,7 @@ class Block(nn.Module):
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
         """The same without names."""
-        return tuple(self.parts.values())
+        return tuple([child for child in self._modules.values() if isinstance(child, Sublayer)])
 
 
 class Part:

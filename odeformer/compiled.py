@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from odeformer.attention.base import needs_rules
+from odeformer.attention.pairs import needs_rules
 from odeformer.block import Part, RoutedSublayer, Sublayer
 from odeformer.context import Context, dropped
 

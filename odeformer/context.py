@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from odeformer.attention.pairs import Sight
 from odeformer.cache import CachePass
 from odeformer.positions import Rotary
 from odeformer.routing import RoutingLog, Visit
@@ -25,7 +26,8 @@ class Context:
     ``memory`` (batch, source, d_model) and ``memory_mask``: what cross-attention attends to.
     ``routing``: what experts report. ``moving``: whether weights are functions of l, not the same in all evaluations of
     a layer. ``replayed``: whether the field is evaluated again on the way back. ``compiled``: makes the fields of a
-    compiled model's layers (see ``odeformer.compiled``).
+    compiled model's layers (see ``odeformer.compiled``). ``sight``: who sees whom, kept for all layers; None:
+    padding of the states that come may hold anything, NaN too.
     """
 
     mask: Tensor | None = None
@@ -41,6 +43,7 @@ class Context:
     moving: bool = False
     replayed: bool = False
     compiled: Any = None
+    sight: Sight | None = None
     _drops: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def attention(self, layer: int) -> dict[str, Any]:
@@ -92,10 +95,14 @@ class Context:
             self._drops[key] = _mask(x, p)
         return self._drops[key]
 
-    def increment(self, layer: int, k: Tensor) -> Tensor:
-        """dz/dl of a layer under layer drop; padding stands still, or a norm of zeros would make it stiff."""
+    def increment(self, layer: int, k: Tensor, finite: bool = False) -> Tensor:
+        """dz/dl of a layer under layer drop; padding stands still, or a norm of zeros would make it stiff.
+
+        ``finite``: k is, at padding, where states are 0.
+        """
         if self.mask is not None:
-            k = k.masked_fill(~self.mask.unsqueeze(-1), 0)
+            real = self.mask.unsqueeze(-1)  # to multiply is several times as fast as to fill
+            k = k * real if finite and self.sight is not None else k.masked_fill(~real, 0)
         return k if self.keep is None else k * self.keep[layer]
 
 

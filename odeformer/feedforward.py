@@ -23,6 +23,7 @@ class FeedForward(nn.Module):
     """activation(x W_h + b_h) W_f + b_f (eq. 48)."""
 
     activation = staticmethod(F.gelu)
+    finite = True  # a finite state gives a finite result
 
     def __init__(self, d_model: int, d_ff: int, *, bias: bool = True):
         super().__init__()

@@ -35,10 +35,12 @@ class Placement(nn.Module):
     """What placements share.
 
     ``final``: whether the model ends with a norm, as the state leaves the layers without one. ``identity_at_zero``:
-    whether a core F = 0 gives the increment 0, as long as the placement's parameters are where they start.
+    whether a core F = 0 gives the increment 0, as long as the placement's parameters are where they start. ``finite``:
+    whether a finite core gives a finite increment at z = 0.
     """
 
     final = True
+    finite = True
     identity_at_zero = True
 
     def forward(self, z: Tensor, branch: Branch) -> Tensor:

@@ -194,7 +194,8 @@ class FixedAdjoint(Stepwise):
     def _integrate(self, stretch: Stretch, run: list[float], field: Augmented,
                    state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         piece = _backwards(stretch.piece, run, field)
-        steps = make_steps(piece, [stretch.piece.local(l) for l in run], self.solver.nodes, self.dtype, self.device)
+        steps = make_steps([piece], [[stretch.piece.local(l) for l in run]], self.solver.nodes, self.dtype,
+                           self.device)[0]
         memory = self.solver.init(None)
         for step, l1, l0 in zip(steps, run, run[1:], strict=False):
             with self.tape.replay(self._mirrored((l0 + l1) / 2)):

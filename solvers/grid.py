@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,6 +15,16 @@ from torch.autograd import forward_ad
 from solvers.base import Evaluator, SolverError, State, Step, VectorField, Work
 
 LONGEST_KEPT = 257  # points of a grid whose depth tensors are kept
+
+
+def _kept(function: Callable) -> Callable:
+    """With its last results kept, except under torch.compile, which warns of lru_cache and keeps them itself."""
+    keeping = lru_cache(maxsize=256)(function)
+
+    def call(*key: Any) -> Any:
+        return function(*key) if torch.compiler.is_compiling() else keeping(*key)
+
+    return call
 
 
 class Piece(NamedTuple):
@@ -132,32 +142,40 @@ def make_pieces(f: VectorField, span: tuple, ends: tuple[float, float], breakpoi
     listed = getattr(f, "pieces", None)
     if listed and not all(isinstance(piece, tuple | list) and len(piece) == 3 for piece in listed):
         raise ValueError("f.pieces must be a list of (l0, l1, field)")
-    fields = [(float(a), float(b), g) for a, b, g in listed] if listed else [(low, high, f)]
-    if not all(a < b for a, b, _ in fields):
-        raise ValueError(f"f.pieces must increase: each l0 below its l1; got {[(a, b) for a, b, _ in fields]}")
-    for (_, b, _), (a, _, _) in pairwise(fields):
+    fields = [g for _, _, g in listed] if listed else [f]
+    bounds = tuple([(float(a), float(b)) for a, b, _ in listed]) if listed else ((low, high),)
+    jumps = getattr(f, "breakpoints", None) if breakpoints is None else breakpoints
+    jumps = frozenset(read_points("breakpoints", jumps)) if jumps is not None else frozenset()
+    first, last = (end if isinstance(end, Tensor) and _moves(end) else None for end in span)
+    pieces, cuts = [], _cut(bounds, ends, jumps)
+    for i, (a, b, number) in enumerate(cuts):
+        g, tips = fields[number], None
+        moving = first if i == 0 else None, last if i == len(cuts) - 1 else None
+        if moving != (None, None):
+            tips = tuple(x if end is None else end for x, end in zip((a, b), moving, strict=True))
+            g = Rescaled(g, *tips)
+        pieces.append(Piece(a, b, Evaluator(g, work, dtypes), (a in jumps, b in jumps), tips is not None, tips))
+    return pieces
+
+
+@_kept
+def _cut(bounds: tuple[tuple[float, float], ...], ends: tuple[float, float],
+         jumps: frozenset[float]) -> tuple[tuple[float, float, int], ...]:
+    """(l0, l1, number of the field) of each piece of the span, in the direction of integration."""
+    low, high = sorted(ends)
+    if not all(a < b for a, b in bounds):
+        raise ValueError(f"f.pieces must increase: each l0 below its l1; got {list(bounds)}")
+    for (_, b), (a, _) in pairwise(bounds):
         if a != b:
             raise ValueError(f"f.pieces must adjoin and increase; one ends at {b} and the next starts at {a}")
-    if fields[0][0] > low or fields[-1][1] < high:
-        raise ValueError(f"span {ends} leaves the depth that f.pieces covers, [{fields[0][0]}, {fields[-1][1]}]")
-    jumps = getattr(f, "breakpoints", None) if breakpoints is None else breakpoints
-    jumps = set(read_points("breakpoints", jumps)) if jumps is not None else set()
+    if bounds[0][0] > low or bounds[-1][1] < high:
+        raise ValueError(f"span {ends} leaves the depth that f.pieces covers, [{bounds[0][0]}, {bounds[-1][1]}]")
     cuts = []
-    for a, b, g in fields:
+    for number, (a, b) in enumerate(bounds):
         a, b = max(a, low), min(b, high)
         inner = sorted(x for x in jumps if a < x < b)
-        cuts += [(x, y, g) for x, y in zip([a, *inner], [*inner, b], strict=True) if x < y]
-    if ends[0] > ends[1]:
-        cuts = [(b, a, g) for a, b, g in reversed(cuts)]
-    pieces = []
-    for i, (a, b, g) in enumerate(cuts):
-        moving = [end if position and isinstance(end, Tensor) and _moves(end) else None
-                  for end, position in zip(span, (i == 0, i == len(cuts) - 1), strict=True)]
-        rescaled = any(end is not None for end in moving)
-        tips = (a if moving[0] is None else moving[0], b if moving[1] is None else moving[1]) if rescaled else None
-        evaluator = Evaluator(Rescaled(g, *tips) if rescaled else g, work, dtypes)
-        pieces.append(Piece(a, b, evaluator, (a in jumps, b in jumps), rescaled, tips))
-    return pieces
+        cuts += [(x, y, number) for x, y in zip([a, *inner], [*inner, b], strict=True) if x < y]
+    return tuple(cuts) if ends[0] < ends[1] else tuple((b, a, number) for a, b, number in reversed(cuts))
 
 
 def uniform(l0: float, l1: float, n_steps: int) -> list[float]:
@@ -175,27 +193,34 @@ def place(pieces: list[Piece], n_steps: int | None, grid: list[float] | None) ->
     A grid must hold every boundary between pieces. n_steps equal steps are taken where that grid holds the
     boundaries, else n_steps must be a multiple of the number of pieces and each gets as many equal steps.
     """
-    points = grid if grid is not None else uniform(pieces[0].l0, pieces[-1].l1, n_steps)
+    bounds = tuple([(piece.l0, piece.l1) for piece in pieces])
+    return [list(points) for points in _place(bounds, n_steps, None if grid is None else tuple(grid))]
+
+
+@_kept
+def _place(bounds: tuple[tuple[float, float], ...], n_steps: int | None,
+           grid: tuple[float, ...] | None) -> list[list[float]]:
+    points = grid if grid is not None else uniform(bounds[0][0], bounds[-1][1], n_steps)
     near = 1e-9 * abs(points[-1] - points[0]) / len(points)
     placed, at = [], 0
-    for piece in pieces:
-        mine = [piece.l0]
+    for l0, l1 in bounds:
+        mine = [l0]
         at += 1
-        while at < len(points) and abs(points[at] - piece.l0) < abs(piece.l1 - piece.l0) - near:
+        while at < len(points) and abs(points[at] - l0) < abs(l1 - l0) - near:
             mine.append(points[at])
             at += 1
-        if at == len(points) or abs(points[at] - piece.l1) > near:
+        if at == len(points) or abs(points[at] - l1) > near:
             break
-        placed.append([*mine, piece.l1])
-    if len(placed) == len(pieces):
+        placed.append([*mine, l1])
+    if len(placed) == len(bounds):
         return placed
-    missing = [piece.l1 for piece in pieces[:-1]]
+    missing = [l1 for _, l1 in bounds[:-1]]
     if grid is not None:
-        raise ValueError(f"grid must hold every depth where f jumps: {missing}; got {grid}")
-    if n_steps % len(pieces):
-        raise ValueError(f"n_steps must be a multiple of the number of pieces of f ({len(pieces)}, f jumps at "
+        raise ValueError(f"grid must hold every depth where f jumps: {missing}; got {list(grid)}")
+    if n_steps % len(bounds):
+        raise ValueError(f"n_steps must be a multiple of the number of pieces of f ({len(bounds)}, f jumps at "
                          f"{missing}); got {n_steps}")
-    return [uniform(piece.l0, piece.l1, n_steps // len(pieces)) for piece in pieces]
+    return [uniform(l0, l1, n_steps // len(bounds)) for l0, l1 in bounds]
 
 
 def _on_device(depths: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -209,21 +234,23 @@ def _on_device(depths: list[float], dtype: torch.dtype, device: torch.device) ->
     return at if device.type == "cpu" else at.to(device, non_blocking=True)
 
 
-def make_steps(piece: Piece, points: list[float], nodes: tuple[float, ...], dtype: torch.dtype,
-               device: torch.device) -> list[Step]:
-    """The steps of a piece with all their depth tensors, made in one go; equal depths are one tensor.
+def make_steps(pieces: Sequence[Piece], placed: Sequence[list[float]], nodes: tuple[float, ...], dtype: torch.dtype,
+               device: torch.device) -> Sequence[Sequence[Step]]:
+    """The steps of each piece, between its depth points ``placed``, with all their depth tensors, made in one go;
+    equal depths of a piece are one tensor.
 
     On a CPU the tensors of a grid are kept for the next solve over it: they are constants, and making them takes longer
     than all else that a short solve does outside f. Raises SolverError: neighbouring points that are one number in
     dtype.
     """
-    points = tuple(map(piece.local, points)) if piece.rescaled else tuple(points)
-    inside = tuple(sorted(piece.inside(dtype))) if piece.nudge != (False, False) else None
-    if device.type != "cpu" or len(points) > LONGEST_KEPT or _is_special():
-        return _make_steps(points, nodes, inside, dtype, device)
-    steps = _kept_steps(points, nodes, inside, dtype, device)
-    if any(x._version or x.requires_grad for step in steps for x in step.at):  # f has written into them
-        return _make_steps(points, nodes, inside, dtype, device)
+    grid = tuple([(tuple(map(piece.local, points)) if piece.rescaled else tuple(points),
+                   tuple(sorted(piece.inside(dtype))) if piece.nudge != (False, False) else None)
+                  for piece, points in zip(pieces, placed, strict=True)])
+    if device.type != "cpu" or sum([len(points) for points, _ in grid]) > LONGEST_KEPT or _is_special():
+        return _make_steps(grid, nodes, dtype, device)[0]
+    steps, depths = _kept_steps(grid, nodes, dtype, device)
+    if any([x._version or x.requires_grad for x in depths]):  # f has written into them
+        return _make_steps(grid, nodes, dtype, device)[0]
     return steps
 
 
@@ -233,10 +260,24 @@ def _is_special() -> bool:
             or torch._C._functorch.maybe_current_level() is not None)
 
 
-def _make_steps(points: tuple[float, ...], nodes: tuple[float, ...], inside: tuple[float, float] | None,
-                dtype: torch.dtype, device: torch.device) -> list[Step]:
+def _make_steps(grid: tuple, nodes: tuple[float, ...], dtype: torch.dtype,
+                device: torch.device) -> tuple[list[list[Step]], list[Tensor]]:
+    """The steps of each piece, and all depth tensors; ``grid``: points, and the interval in which to stay, of each."""
+    depths = [_depths(points, nodes, inside, dtype) for points, inside in grid]
+    places = {(i, x): None for i, mine in enumerate(depths) for x in mine}
+    places = dict(zip(places, _on_device([x for _, x in places], dtype, device).unbind(), strict=True))
+    steps, m = [], len(nodes)
+    for i, (points, _) in enumerate(grid):
+        at = tuple([places[i, x] for x in depths[i]])
+        steps.append([Step(l, end - l, at[j * m : (j + 1) * m]) for j, (l, end) in enumerate(pairwise(points))])
+    return steps, list(places.values())
+
+
+def _depths(points: tuple[float, ...], nodes: tuple[float, ...], inside: tuple[float, float] | None,
+            dtype: torch.dtype) -> list[float]:
+    """Where f is evaluated in each step between the points, ``inside`` an interval."""
     eps, extent = torch.finfo(dtype).eps, max(map(abs, points))
-    depths, steps = [], []
+    depths = []
     if extent > torch.finfo(dtype).max or not math.isfinite(points[-1] - points[0]):
         raise ValueError(f"span must lie within what {dtype} can hold, got ({points[0]:g}, {points[-1]:g})")
     for l, end in pairwise(points):
@@ -247,13 +288,7 @@ def _make_steps(points: tuple[float, ...], nodes: tuple[float, ...], inside: tup
         for c in nodes:
             x = l if c == 0 else end if c == 1 else l + c * h
             depths.append(x if inside is None else min(max(x, inside[0]), inside[1]))
-    places = {x: i for i, x in enumerate(dict.fromkeys(depths))}
-    at = _on_device(list(places), dtype, device).unbind()
-    at = tuple(at[places[x]] for x in depths)
-    m = len(nodes)
-    for i, (l, end) in enumerate(pairwise(points)):
-        steps.append(Step(l, end - l, at[i * m : (i + 1) * m]))
-    return steps
+    return depths
 
 
 _kept_steps = lru_cache(maxsize=32)(_make_steps)

@@ -33,8 +33,8 @@ def make_legs(pieces: Sequence[Piece], placed: Sequence[list[float]], nodes: tup
     """The legs through the pieces; ``placed``: the depth points of each; ``wanted``: depths, ordered along the span."""
     dtype, device = depth_dtype(z), tensors(z)[0].device
     legs, taken = [], 0
-    for piece, points in zip(pieces, placed, strict=True):
-        for i, step in enumerate(make_steps(piece, points, nodes, dtype, device)):
+    for piece, points, steps in zip(pieces, placed, make_steps(pieces, placed, nodes, dtype, device), strict=True):
+        for i, step in enumerate(steps):
             l0, l1 = points[i], points[i + 1]
             first = taken
             while taken < len(wanted) and (wanted[taken] - l1) * (l1 - l0) <= 1e-9 * (l1 - l0) ** 2:

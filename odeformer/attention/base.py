@@ -9,89 +9,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
+from odeformer.attention.pairs import Pairs, Sight, fine, needs_rules
 from odeformer.positions import Rotary
 from odeformer.tables import at_least
 
 Slot = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # (batch, n_kv_heads, tokens, head_dim) each
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Queries and keys that meet.
-
-    ``query`` (batch, n_heads, queries, head_dim); ``key``, ``value`` (batch, n_heads, keys, head_dim). ``source``: the
-    query before rotary positions, from which priors are predicted. ``mask``: bool (batch, keys) or (batch, queries,
-    keys). ``first``: where the first query stands, a number or, for a memory, (batch, 1, 1, 1); ``origin`` (batch, 1,
-    1, 1): the key from which a memory's places are counted, its first real one; None: key 0. ``window``: keys at a
-    distance of window or more are out of sight. ``plain``: keys before rotary positions, where a variant asks for them.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    source: Tensor
-    mask: Tensor | None = None
-    causal: bool = False
-    first: int | Tensor = 0
-    window: int | None = None
-    origin: Tensor | None = None
-    plain: Tensor | None = None
-
-    @property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Where queries (queries, 1) and keys (keys,) stand, int64; behind (batch, 1) where padding moves them."""
-        n, m, device = self.query.shape[2], self.key.shape[2], self.query.device
-        key = torch.arange(m, device=device)
-        if self.origin is not None:
-            key = key - self.origin
-        return torch.arange(n, device=device)[:, None] + self.first, key
-
-    @property
-    def offset(self) -> Tensor:
-        """j - i, key position minus query position: (queries, keys) or (batch, 1, queries, keys), int64."""
-        query, key = self.places
-        return key - query
-
-    @property
-    def distance(self) -> Tensor:
-        """|i - j|, shaped like ``offset``, in a dtype in which priors are exact: float64 or float32."""
-        query, key = (x.to(fine(self.query.dtype)) for x in self.places)
-        return (key - query).abs()
-
-    def near(self) -> Pairs:
-        """The same causal pairs without the keys that are before the first query's window."""
-        start = max(0, self.first - self.window + 1)
-        mask = None if self.mask is None else self.mask[..., start:]
-        return replace(self, key=self.key[:, :, start:], value=self.value[:, :, start:], mask=mask,
-                       plain=None if self.plain is None else self.plain[:, :, start:], first=self.first - start)
-
-    @property
-    def seen(self) -> Tensor | None:
-        """What each query may see, bool, broadcastable to (batch, heads, queries, keys); None: everything."""
-        parts = []
-        if self.mask is not None:
-            parts.append(self.mask[:, None, None] if self.mask.dim() == 2 else self.mask[:, None])
-        n, m = self.query.shape[2], self.key.shape[2]
-        if self.causal and self.first + 1 < m:  # else the first query stands at the last key, and sees all
-            query, key = self.places
-            parts.append(key <= query)
-        if self.window is not None and max(self.first + n, m - self.first) > self.window:
-            query, key = self.places
-            parts += [key > query - self.window, key < query + self.window]
-        return reduce(torch.logical_and, parts) if parts else None
-
-
-def fine(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half precision, else the dtype itself."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def fused(pairs: Pairs, bias: Tensor | None = None, scale: float | None = None) -> Tensor:
@@ -110,6 +37,10 @@ def fused(pairs: Pairs, bias: Tensor | None = None, scale: float | None = None) 
         bias = narrow(bias, query.dtype)
     elif pairs.causal and pairs.mask is None and pairs.window is None and query.shape[2] == key.shape[2] and stands:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    if pairs.sight is not None:
+        if (term := pairs.sight.term(pairs)) is not None:
+            bias = term if bias is None else bias + term
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
     seen = pairs.seen
     if seen is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
@@ -120,13 +51,6 @@ def fused(pairs: Pairs, bias: Tensor | None = None, scale: float | None = None) 
     bias = seen if bias is None else bias.masked_fill(~seen, float("-inf"))
     y = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
     return y if sees is None else y * sees
-
-
-def needs_rules() -> bool:
-    """Inside a torch.func transform or forward-mode differentiation."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def narrow(bias: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,6 +89,19 @@ def check_sight(mask: Tensor, x: Tensor, memory: Tensor, more: bool) -> None:
                          f"{(batch, n, m)}{' with more keys' if more else ''}, got {tuple(mask.shape)}")
 
 
+def cleaned(x: Tensor, memory: Tensor, mask: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+    """x and memory (x itself where ``own``) with numbers for what is hidden: a weight of 0 times NaN is NaN."""
+    shown = mask if mask.dim() == 2 else mask.any(1)
+    if (n_earlier := shown.shape[1] - memory.shape[1]):
+        shown = shown[:, n_earlier:]
+    shown = shown.unsqueeze(-1)
+    if not own:
+        return x, memory.masked_fill(~shown, 0)
+    # hidden tokens ask, too, and a NaN question would spoil the gradients of all keys
+    x = torch.where(shown, x, x.nan_to_num(0, 0, 0))
+    return x, x * shown  # several times as fast as filling, and exact now that hidden places are finite
+
+
 BLOCK = 64  # least number of queries that attend together under a window
 QK_NORMS = {
     "none": lambda head_dim: nn.Identity(),
@@ -187,7 +124,7 @@ def with_bias(bias: bool | Sequence[str]) -> Sequence[str]:
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
     """The norm in its weights' dtype, which under autocast is not that of x."""
-    return x if isinstance(norm, nn.Identity) else norm(x.to(norm.weight.dtype)).to(x.dtype)
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -218,6 +155,7 @@ class Attention(nn.Module):
         if qk_norm not in QK_NORMS:
             raise ValueError(f"qk_norm must be one of {', '.join(QK_NORMS)}, got {qk_norm!r}")
         self.n_heads, self.n_kv_heads, self.head_dim, self.window = n_heads, n_kv_heads, d_model // n_heads, window
+        self.qk_norm = qk_norm
         biased = with_bias(bias)
         self.query = nn.Linear(d_model, d_model, bias="query" in biased)
         self.key = nn.Linear(d_model, n_kv_heads * self.head_dim, bias="key" in biased)
@@ -225,6 +163,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(d_model, d_model, bias="output" in biased)
         self.query_norm, self.key_norm = (QK_NORMS[qk_norm](self.head_dim) for _ in range(2))
 
+    finite = True  # finite states give finite results, whatever is hidden
     asks_for_plain_keys = False  # whether ``Pairs.plain`` holds the keys before rotary positions
 
     def __init_subclass__(cls, **keywords: object) -> None:
@@ -244,12 +183,15 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor) -> Tensor:
         """(batch, tokens, heads * head_dim) -> (batch, heads, tokens, head_dim)."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        batch, n, width = x.shape
+        return x.view(batch, n, width // self.head_dim, self.head_dim).transpose(1, 2)
 
     def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each (batch, heads, tokens, head_dim)."""
         query, key, value = self.heads(self.query(x)), self.heads(self.key(memory)), self.heads(self.value(memory))
-        return normed(self.query_norm, query), normed(self.key_norm, key), value
+        if self.qk_norm != "none":
+            query, key = normed(self.query_norm, query), normed(self.key_norm, key)
+        return query, key, value
 
     @property
     def scale(self) -> float:
@@ -274,21 +216,14 @@ class Attention(nn.Module):
         return fused(pairs, self.bias(pairs), self.scale)
 
     def pairs(self, x: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False,
-              rotary: Rotary | None = None, slot: Slot | None = None, first: int | Tensor | None = None) -> Pairs:
+              rotary: Rotary | None = None, slot: Slot | None = None, first: int | Tensor | None = None,
+              sight: Sight | None = None) -> Pairs:
         """Queries and keys of a call; the arguments are those of ``forward``."""
         own, memory = memory is None, x if memory is None else memory
         self.check_states(x, memory)
-        if mask is not None:
+        if mask is not None and sight is None:
             check_sight(mask, x, memory, slot is not None)
-            shown = mask if mask.dim() == 2 else mask.any(1)
-            if (n_earlier := shown.shape[1] - memory.shape[1]):
-                shown = shown[:, n_earlier:]
-            shown = shown.unsqueeze(-1)
-            if own:  # hidden tokens ask, too, and a NaN question would spoil the gradients of all keys
-                x = torch.where(shown, x, x.nan_to_num(0, 0, 0))
-                memory = x * shown  # several times as fast as filling, and exact now that hidden places are finite
-            else:
-                memory = memory.masked_fill(~shown, 0)  # 0 * NaN would pass through the weighted sum
+            x, memory = cleaned(x, memory, mask, own)
         source, key, value = self.project(x, memory)
         query = source
         if rotary is not None:
@@ -307,7 +242,7 @@ class Attention(nn.Module):
         origin = None
         if not own and not causal and mask is not None and mask.dim() == 2:
             origin = mask.int().argmax(1).view(-1, 1, 1, 1)
-        return Pairs(query, key, value, source, mask, causal, first, self.window, origin, plain)
+        return Pairs(query, key, value, source, mask, causal, first, self.window, origin, plain, sight)
 
     def check_states(self, x: Tensor, memory: Tensor) -> None:
         """Raises TypeError or ValueError unless both are (batch, tokens, d_model), of one batch."""
@@ -323,7 +258,8 @@ class Attention(nn.Module):
             raise ValueError(f"memory must have the batch size of x, {len(x)}, got {len(memory)}")
 
     def forward(self, x: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False,
-                rotary: Rotary | None = None, slot: Slot | None = None, first: int | Tensor | None = None) -> Tensor:
+                rotary: Rotary | None = None, slot: Slot | None = None, first: int | Tensor | None = None,
+                sight: Sight | None = None) -> Tensor:
         """(batch, queries, d_model) -> (batch, queries, d_model).
 
         ``memory`` (batch, keys, d_model): what is attended to, x itself if None. ``mask``: bool, True = may be seen,
@@ -331,9 +267,10 @@ class Attention(nn.Module):
         last key. ``rotary``: turns queries and keys by their positions, which end at the same.
         ``slot``: gives the keys and values of earlier tokens, too, from this call's; ``mask`` then covers them all.
         ``first``: where the first query stands, for priors on a memory, a number or (batch, 1, 1, 1); None: at 0. A
-        memory's places are counted from its first real token.
+        memory's places are counted from its first real token. ``sight``: of the forward pass of a model; for
+        self-attention to finite states, whose output at hidden tokens is dropped (see ``Sight``).
         """
-        pairs = self.pairs(x, memory, mask=mask, causal=causal, rotary=rotary, slot=slot, first=first)
+        pairs = self.pairs(x, memory, mask=mask, causal=causal, rotary=rotary, slot=slot, first=first, sight=sight)
         blocked = self.window is not None and (mask is None or mask.dim() == 2)
         y = self.attend_in_blocks(pairs) if blocked else self.attend(pairs)
         return self.output(y.transpose(1, 2).flatten(2))

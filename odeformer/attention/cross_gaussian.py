@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from odeformer.attention.base import Attention, Pairs, fine
+from odeformer.attention.base import Attention
 from odeformer.attention.head_parameter import HeadNetwork
+from odeformer.attention.pairs import Pairs, fine
 from odeformer.attention.priors import GaussianPrior
 from odeformer.tables import build
 

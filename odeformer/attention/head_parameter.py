@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from odeformer.attention.base import fine
+from odeformer.attention.pairs import fine
 from odeformer.tables import look_up
 
 

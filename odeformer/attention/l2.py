@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from odeformer.attention.base import Attention, Pairs
+from odeformer.attention.base import Attention
+from odeformer.attention.pairs import Pairs
 from odeformer.tables import at_least
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from odeformer.attention.base import Attention, Pairs, closed_softmax, weighted
+from odeformer.attention.base import Attention, closed_softmax, weighted
 from odeformer.attention.head_parameter import head_parameter
+from odeformer.attention.pairs import Pairs
 from odeformer.attention.priors import PRIORS, Numbers
 from odeformer.tables import build
 

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from odeformer.attention.base import Attention, Pairs, weighted
+from odeformer.attention.base import Attention, weighted
+from odeformer.attention.pairs import Pairs
 from odeformer.attention.priors import DistancePrior, GaussianPrior, Numbers
 from odeformer.tables import build
 

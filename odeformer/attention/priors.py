@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from odeformer.attention.base import Attention, Pairs
+from odeformer.attention.base import Attention
 from odeformer.attention.head_parameter import head_parameter
+from odeformer.attention.pairs import Pairs
 
 Numbers = float | Sequence[float]
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from odeformer.attention.base import Attention, Pairs, fine, weighted
+from odeformer.attention.base import Attention, weighted
+from odeformer.attention.pairs import Pairs, fine
 from odeformer.tables import at_least
 
 TABLES = {"q": "query_table", "k": "key_table", "v": "value_table"}

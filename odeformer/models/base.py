@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from odeformer.attention.pairs import Sight
 from odeformer.block import COUPLINGS, Block
 from odeformer.blocks import Blocks
 from odeformer.cache import Cache, CachePass
@@ -128,7 +129,7 @@ class DepthModel(nn.Module):
                 raise ValueError(f"gradient {gradient!r} evaluates the field again in backward, which a cache cannot "
                                  "follow; use torch.no_grad() or gradient 'backprop'")
             reading = cache.begin(len(z), z.shape[1], mask)
-        field, context = self._field(z, mask, reading, rotary, memory, memory_mask)
+        field, context = self._field(z, mask, reading, rotary, memory, memory_mask, Sight())
         depth, n_layers = self.config.depth, self.config.n_layers
         solution = integrate(field, z, self.solver, depth, n_layers, context, save=save, fusion=self.fusion)
         if reading is not None:
@@ -146,10 +147,10 @@ class DepthModel(nn.Module):
         if mask is not None:
             check_mask(mask, z.shape[:2])
             z = z.masked_fill(~mask.unsqueeze(-1), 0)
-        return self._field(z, mask, None, None, memory, memory_mask)[0]
+        return self._field(z, mask, None, None, memory, memory_mask, None)[0]
 
     def _field(self, z: Tensor, mask: Tensor | None, reading: CachePass | None, rotary: Rotary | None,
-               memory: Tensor | None, memory_mask: Tensor | None) -> tuple[Any, Context]:
+               memory: Tensor | None, memory_mask: Tensor | None, sight: Sight | None) -> tuple[Any, Context]:
         """The field of a forward pass, and what that pass knows."""
         if rotary is None:
             rotary = self.rotary(z, 0 if reading is None else reading.cache.n_tokens)
@@ -158,7 +159,7 @@ class DepthModel(nn.Module):
                     training)
         context = Context(mask=mask, causal=self.causal, training=training, rotary=rotary, cache=reading,
                           memory=memory, memory_mask=memory_mask, keep=keep, dropout_per=block.dropout_per,
-                          moving=not self.layers.by_layer, compiled=self.compiled,
+                          moving=not self.layers.by_layer, compiled=self.compiled, sight=sight,
                           replayed=depth.gradient != "backprop" and torch.is_grad_enabled())
         if block.feedforward_options.get("routing") == "step":
             context.routing.step = 0
