@@ -5,6 +5,7 @@ import torch
 
 from odeformer import (
     ATTENTION,
+    FEEDFORWARD,
     NORMS,
     POSITIONS,
     BlockConfig,
@@ -16,9 +17,11 @@ from odeformer import (
     Seq2Seq,
     Seq2SeqConfig,
 )
+from odeformer.attention.pairs import Pairs
 
 CROSS = [(name, {}) for name in ATTENTION if name != "window"] + [("cross_gaussian", {"center_mode": "ratio",
                                                                                       "ratio": 0.7})]
+SELF = [name for name in ATTENTION if not getattr(ATTENTION[name], "for_memory", False)]
 
 
 def padded(tokens, left, right=0):
@@ -58,7 +61,7 @@ def test_cross_attention_counts_real_tokens_of_source_and_target(name, options):
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("name", [name for name in ATTENTION if not getattr(ATTENTION[name], "for_memory", False)])
+@pytest.mark.parametrize("name", SELF)
 @torch.no_grad()
 def test_a_padded_text_gives_what_it_gives_alone(name, position):
     block = BlockConfig(8, 2, attention=name, position=position)
@@ -87,3 +90,75 @@ def test_padded_places_stand_still_so_implicit_steps_can_be_solved(norm):
     assert solution.z[~mask].abs().max() == 0
     alone = model(ids[:, :4], return_solution=True)[1]
     assert (solution.z[mask].view(2, 4, -1) - alone.z).abs().max() < 1e-4
+
+
+PARTS = [*(("attention", name) for name in SELF), *(("feedforward", name) for name in FEEDFORWARD),
+         *(("norm", name) for name in NORMS)]
+
+
+@pytest.mark.parametrize(("part", "name"), PARTS)
+def test_what_is_said_to_be_finite_is_so_where_states_are_zero_and_nothing_is_seen(part, name):
+    """A row all of padding, one with two padded tokens and one without: increments, all gradients."""
+    torch.manual_seed(0)
+    block = BlockConfig(8, 2, **{part: name})
+    model = Encoder(EncoderConfig(vocab_size=9, max_seq_len=5, n_layers=2, block=block)).double()
+    mask = torch.tensor([[False] * 5, [True] * 3 + [False] * 2, [True] * 5])
+    z = torch.randn(3, 5, 8, dtype=torch.float64).masked_fill(~mask.unsqueeze(-1), float("nan")).requires_grad_()
+    end = model.evolve(z, mask).z
+    assert end.isfinite().all() and (end[~mask] == 0).all()
+    end.square().sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert z.grad.isfinite().all() and (z.grad[~mask] == 0).all()
+    model.zero_grad()
+    alone = model.evolve(z.detach()[1:2, :3]).z
+    assert (alone - end[1:2, :3]).abs().max() < 1e-11
+
+
+class OverNothing(torch.nn.Module):
+    """An own attention that divides by 0 at padded tokens."""
+
+    def __init__(self, d_model, n_heads, **options):
+        super().__init__()
+        self.output = torch.nn.Linear(d_model, d_model)
+
+    def forward(self, x, mask=None, causal=False):
+        seen = mask.unsqueeze(-1).to(x.dtype)
+        return self.output((x * seen).sum(1, keepdim=True) / seen) * torch.ones_like(x)
+
+
+@torch.no_grad()
+def test_an_own_attention_may_give_nan_at_padding():
+    torch.manual_seed(0)
+    block = BlockConfig(8, 2, attention=OverNothing)
+    model = Encoder(EncoderConfig(vocab_size=9, max_seq_len=6, n_layers=2, block=block))
+    tokens = torch.randint(9, (2, 4))
+    ids, mask = padded(tokens, 0, 2)
+    assert not model.layers[0].attention.finite and model.layers[0].feedforward.finite
+    assert (model(ids, mask)[:, :4] - model(tokens, torch.ones(2, 4, dtype=torch.bool))).abs().max() < 1e-5
+
+
+def test_padding_of_states_that_come_later_may_hold_nan():
+    """The field that ``vector_field`` gives is called with states of any kind."""
+    torch.manual_seed(0)
+    model = Encoder(EncoderConfig(vocab_size=9, max_seq_len=6, n_layers=1, block=BlockConfig(8, 2)))
+    ids, mask = padded(torch.randint(9, (2, 4)), 0, 2)
+    z, l = model.embed(ids, mask).detach(), torch.zeros(())
+    f = model.vector_field(z, mask)
+    spoiled = z.masked_fill(~mask.unsqueeze(-1), float("nan"))
+    assert torch.equal(f(spoiled, l), f(z.masked_fill(~mask.unsqueeze(-1), 0), l))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [lambda block: Encoder(EncoderConfig(vocab_size=9, max_seq_len=6, n_layers=4,
+                                                                      block=block)),
+                                  lambda block: Decoder(DecoderConfig(vocab_size=9, max_seq_len=6, n_layers=4,
+                                                                      block=block))])
+def test_who_sees_whom_is_read_once_a_pass(make, monkeypatch):
+    ids, mask = padded(torch.randint(9, (2, 4)), 0, 2)
+    model, calls = make(BlockConfig(8, 2)).with_solver("rk4"), []
+    seen = Pairs.seen
+    monkeypatch.setattr(Pairs, "seen", property(lambda pairs: calls.append(1) or seen.fget(pairs)))
+    model(ids, mask)
+    assert len(calls) == 1
+    model(ids, mask)
+    assert len(calls) == 2
