@@ -119,13 +119,11 @@ class AttentionSublayer(Sublayer):
         parameters = inspect.signature(core.forward).parameters.values()
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.taken = frozenset(NEEDS) if open_ended else frozenset(p.name for p in parameters)
-        self.takes_sight = getattr(placement, "finite", False) and "sight" in self.taken
+        self.takes_sight = isinstance(core, Attention) and getattr(placement, "finite", False) and "sight" in self.taken
 
     def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
         arguments = context.attention(layer)
-        if self.takes_sight:
-            arguments["sight"] = context.sight
-        return self.attend(x, arguments)
+        return self.core(x, sight=context.sight, **arguments) if self.takes_sight else self.attend(x, arguments)
 
     def attend(self, x: Tensor, arguments: dict[str, Any]) -> Tensor:
         """The core with these arguments. Raises ValueError where an own class has none for what the pass needs."""

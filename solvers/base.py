@@ -134,8 +134,8 @@ class Evaluator:
         """Evaluators of the field's parts, each counting 1/m; the field itself where it has none."""
         if self._parts is None:
             parts = getattr(self.f, "parts", None)
-            self._parts = tuple(Evaluator(part, self.work, self.dtypes, self.weight / len(parts))
-                                for part in parts) if parts else (self,)
+            self._parts = tuple([Evaluator(part, self.work, self.dtypes, self.weight / len(parts))
+                                 for part in parts]) if parts else (self,)
         return self._parts
 
 

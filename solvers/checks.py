@@ -15,8 +15,8 @@ def is_traced(z: State) -> bool:
     """Inside torch.compile, a functorch transform or a CUDA graph capture, where no value can be read."""
     if torch.compiler.is_compiling():
         return True
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(x) or
-               (x.is_cuda and torch.cuda.is_current_stream_capturing()) for x in tensors(z))
+    return any([torch._C._functorch.is_functorch_wrapped_tensor(x) or
+                (x.is_cuda and torch.cuda.is_current_stream_capturing()) for x in tensors(z)])
 
 
 def real(x: Tensor, mask: Tensor | None) -> Tensor:

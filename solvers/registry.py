@@ -68,6 +68,8 @@ def get_solver(solver: str | Solver, **options: Any) -> Solver:
         solver = SOLVERS[solver]
     elif isinstance(solver, type) or not hasattr(solver, "is_adaptive"):
         raise TypeError(f"solver must be a name from SOLVERS or a solver object, got {solver!r}")
+    elif not options:
+        return solver
     solver, options = _with_engine(solver, options)
     if isinstance(solver, Learned) and by_name:
         return solver.fresh(**options)

@@ -61,7 +61,9 @@ class Splitting:
         put = object.__setattr__
         put(self, "base", base)
         put(self, "nodes", nodes)
-        put(self, "_at", tuple(tuple(nodes.index(x) for x in row) for row in depths))
+        at = tuple(tuple(nodes.index(x) for x in row) for row in depths)
+        put(self, "_at", tuple(None if window == WHOLE and len(mine) == len(nodes) else mine
+                               for window, mine in zip(self.windows, at, strict=True)))
 
     @property
     def name(self) -> str:
@@ -109,15 +111,15 @@ class Splitting:
 
     def step(self, f: Evaluator, z: State, step: Step, memory: Any) -> tuple[State, Any]:
         """The state at step.l + step.h."""
-        parts = f.parts
-        memories = [self.base.init(None) for _ in parts] if memory is None else list(memory)
+        parts, base = f.parts, self.base
+        memories = [base.init(None) for _ in parts] if memory is None else list(memory)
         l, h, at = step
         for part, window in self.schedule(len(parts)):
-            start, stop = self.windows[window]
-            mine = self._at[window]
-            inner = step if (start, stop) == WHOLE and len(mine) == len(at) else Step(
-                l + start * h, (stop - start) * h, tuple([at[i] for i in mine]))
-            z, memories[part] = self.base.step(parts[part], z, inner, memories[part])
+            inner, mine = step, self._at[window]
+            if mine is not None:
+                start, stop = self.windows[window]
+                inner = Step(l + start * h, (stop - start) * h, tuple([at[i] for i in mine]))
+            z, memories[part] = base.step(parts[part], z, inner, memories[part])
         return z, tuple(memories)
 
 

@@ -220,10 +220,11 @@ class Attention(nn.Module):
               sight: Sight | None = None) -> Pairs:
         """Queries and keys of a call; the arguments are those of ``forward``."""
         own, memory = memory is None, x if memory is None else memory
-        self.check_states(x, memory)
-        if mask is not None and sight is None:
-            check_sight(mask, x, memory, slot is not None)
-            x, memory = cleaned(x, memory, mask, own)
+        if sight is None:
+            self.check_states(x, memory)
+            if mask is not None:
+                check_sight(mask, x, memory, slot is not None)
+                x, memory = cleaned(x, memory, mask, own)
         source, key, value = self.project(x, memory)
         query = source
         if rotary is not None:
@@ -254,7 +255,7 @@ class Attention(nn.Module):
             if states.dim() != 3 or states.shape[2] != width:
                 raise ValueError(f"{name} must have the shape (batch, tokens, d_model = {width}), got "
                                  f"{tuple(states.shape)}")
-        if len(x) != len(memory):
+        if x.shape[0] != memory.shape[0]:
             raise ValueError(f"memory must have the batch size of x, {len(x)}, got {len(memory)}")
 
     def forward(self, x: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False,
