@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import reduce
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from solvers.adaptive import Record
-from solvers.base import Evaluator, SolverError, State, VectorField, Work, depth_dtype, tensors
+from solvers.base import (
+    Evaluator,
+    SolverError,
+    State,
+    VectorField,
+    Work,
+    accumulate,
+    add,
+    combine,
+    depth_dtype,
+    tensors,
+)
 from solvers.engine import interpolates, middle_weights
 from solvers.grid import Piece, Rescaled
-from solvers.rows import choose, column, combine, join, polynomial, take
+from solvers.row_steps import Batch, Log, Saves, Trial
+from solvers.rows import choose, column, columns, in_order, on_device, on_host, polynomial, take, times
 from solvers.stepsize import (
     ADVICE,
     MORE,
@@ -63,7 +77,7 @@ class PerSample:
     min_factor: float = field(default=0.2, kw_only=True)
     max_factor: float = field(default=10.0, kw_only=True)
     beta: float = field(default=0.2, kw_only=True)
-    _rows: tuple = field(init=False, repr=False, compare=False)
+    _stages: tuple = field(init=False, repr=False, compare=False)
     _error: tuple = field(init=False, repr=False, compare=False)
 
     is_implicit = False
@@ -77,8 +91,8 @@ class PerSample:
         if not isinstance(self.compact, bool):
             raise TypeError(f"compact must be a bool, got {self.compact!r}")
         t = self.tableau.with_fsal()
-        object.__setattr__(self, "_rows", tuple(zip(t.c, t.a, strict=True)))
-        object.__setattr__(self, "_error", tuple(x - y for x, y in zip(t.b, t.b_hat, strict=True)))
+        object.__setattr__(self, "_stages", tuple((c, _terms(row)) for c, row in zip(t.c[1:], t.a[1:], strict=True)))
+        object.__setattr__(self, "_error", _terms([x - y for x, y in zip(t.b, t.b_hat, strict=True)]))
 
     @property
     def order(self) -> int:
@@ -102,14 +116,13 @@ class PerSample:
         Raises SolverError (it names rows); ValueError for a state without a common first axis.
         """
         n = _count_rows(z)
-        log = _Log()
+        log = Log()
         real = real_entries(z, mask)
         if share := bad_share(z, real):
             raise SolverError(f"z0 is not finite ({share:.1%} of its entries)", l=pieces[0].l0, h=math.nan,
                               nfe=work.total, advice="check the input and the embedding")
         z = quiet(z, real)
-        h = None if self.first_step is None else torch.full((n,), self.first_step, dtype=torch.float64,
-                                                            device=tensors(z)[0].device)
+        h = None if self.first_step is None else np.full(n, self.first_step)
         saved: list[State] = []
         for piece in pieces:
             last = piece is pieces[-1]
@@ -119,55 +132,15 @@ class PerSample:
             saved += states
         return z, Record(saved, *log.lists(n), log.n_rejected)
 
-    def factor(self, error: Tensor, before: Tensor, retry: Tensor) -> Tensor:
+    def factor(self, error: np.ndarray, before: np.ndarray, retry: np.ndarray) -> np.ndarray:
         """By what step sizes change after scaled errors; ``before``: of the last accepted step; ``retry``: where the
         trial before was rejected.
         """
-        k = error_order(self.tableau)
-        ratio = error.clamp(min=1e-10)
-        grown = self.safety * ratio ** (-(1 - 0.75 * self.beta) / k) * before.clamp(min=1e-4) ** (self.beta / k)
-        grown = grown.clamp(self.min_factor, self.max_factor)
-        grown = torch.where(retry, grown.clamp(max=1.0), grown)
-        shrunk = (self.safety * ratio ** (-1 / k)).clamp(min=self.min_factor)
-        return torch.where(error <= 1, grown, shrunk)
-
-
-class _Batch(NamedTuple):
-    """The rows under way: their numbers, states, increments, times, and the step sizes to try."""
-
-    index: Tensor
-    z: State
-    k: State
-    t: Tensor
-    h: Tensor
-    error: Tensor
-    retry: Tensor
-
-    def take(self, rows: Tensor) -> _Batch:
-        """These rows only (a bool or an index tensor)."""
-        return _Batch(*(take(x, rows) for x in self))
-
-
-class _Log:
-    """Accepted steps and errors, on the device until the solve is over; trial steps in vain."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.n_rejected = 0
-
-    def add(self, index: Tensor, h: Tensor, error: Tensor) -> None:
-        """A step of each of these rows."""
-        self.parts.append((index, h, error))
-
-    def lists(self, n_rows: int) -> tuple[list[list[float]], list[list[float]]]:
-        """Steps and errors of each row."""
-        steps: list[list[float]] = [[] for _ in range(n_rows)]
-        errors: list[list[float]] = [[] for _ in range(n_rows)]
-        columns = (torch.cat(column).tolist() for column in zip(*self.parts, strict=True))
-        for row, h, error in zip(*columns, strict=True):
-            steps[row].append(h)
-            errors[row].append(error)
-        return steps, errors
+        k, passed = error_order(self.tableau), error <= 1.0
+        own = np.maximum(error, 1e-10) ** ((0.75 * self.beta * passed - 1) / k)
+        last = np.maximum(before, 1e-4) ** (self.beta * passed / k)
+        grown = np.minimum(self.safety * own * last, self.max_factor)
+        return np.maximum(np.where(retry, np.minimum(grown, 1.0), grown), self.min_factor)
 
 
 class _View:
@@ -180,123 +153,137 @@ class _View:
             self.real = [None if keep is None else keep[index] for keep in solve.real]
         self.f = f
 
-    def __call__(self, z: State, t: Tensor) -> State:
-        work, clock = self.f.work, self.solve.clock
+    def __call__(self, z: State, l: Tensor) -> State:
+        work = self.f.work
         if work.nfe + self.f.weight > work.limit + 1e-6:
             log = self.solve.log
             raise self.solve.failure(f"the solve needs more than max_nfe = {work.limit:g} evaluations "
                                      f"({log.n_rejected} steps rejected)", advice=MORE)
-        k = quiet(self.f(z, column(clock.argument(t), tensors(z)[0])), self.real)
-        ks = []
-        for x, y in zip(tensors(z), tensors(k), strict=True):
-            if y.is_complex() and not x.is_complex():
-                raise TypeError(f"f must return a real increment for a real state, got {y.dtype} for {x.dtype}")
-            ks.append((y if clock.sign > 0 else -y).to(x.dtype))
-        return ks[0] if isinstance(z, Tensor) else tuple(ks)
+        return quiet(self.f(z, l), self.real)
 
     def norm(self, x: State, z: State, z1: State) -> Tensor:
-        """(rows,): the norm of x over the tolerance at z and z1; infinite where x or z1 is not finite."""
+        """(rows,): the norm of x over the tolerance at z and z1; not finite where x or z1 is not."""
         solve, norms = self.solve, []
         for e, before, after, keep in zip(tensors(x), tensors(z), tensors(z1), self.real, strict=True):
-            rms = row_rms(e / (solve.atol + solve.rtol * torch.maximum(before.abs(), after.abs())), keep).double()
-            finite = torch.isfinite(after) if keep is None else torch.isfinite(after) | ~keep
-            norms.append(torch.where(finite.view(len(rms), -1).all(1), rms, math.inf))
-        return torch.nan_to_num(torch.stack(norms).amax(0), nan=math.inf, posinf=math.inf)
+            scale = torch.add(solve.atol, torch.maximum(before.abs(), after.abs()), alpha=solve.rtol)
+            norms.append(row_rms(e / scale + (scale - scale), keep).double())  # scale - scale is 0, or NaN
+        return reduce(torch.maximum, norms)
 
 
 class _Solve:
     """One piece: the rows are tried together, each with its own step, and leave when they reach the end."""
 
-    def __init__(self, solver: PerSample, piece: Piece, real: list, rtol: float, atol: float, log: _Log):
+    def __init__(self, solver: PerSample, piece: Piece, real: list, rtol: float, atol: float, log: Log):
         self.solver, self.piece, self.real, self.log = solver, piece, real, log
-        self.rtol, self.atol = rtol, atol
-        self.batch: _Batch | None = None
+        self.rtol, self.atol = rtol, torch.tensor(atol, dtype=torch.float64)  # so that one operation takes both
+        self.batch: Batch | None = None
 
-    def run(self, z: State, save_at: list[float], h: Tensor | None) -> tuple[State, list[State], Tensor]:
+    def run(self, z: State, save_at: list[float], h: np.ndarray | None) -> tuple[State, list[State], np.ndarray]:
         """The state at the end, states at save_at, and the step sizes (in depth) to go on with."""
         self.clock = Clock(self.piece, depth_dtype(z), self.piece.f.work)
         self.view = _View(self, None)
+        self.zero = z.new_zeros(()) if isinstance(z, Tensor) else tuple(x.new_zeros(()) for x in z)
         batch = self._begin(z, h)
-        saves = _Saves(self.clock, [self.clock.time(l) for l in save_at], batch)
-        done: list[_Batch] = []
-        while len(batch.index):
+        ticks = [self.clock.time(l) for l in save_at]
+        self.ticks, saves = self.clock.ticks(ticks, tensors(z)[0].device), Saves(ticks, batch)
+        h, done, left = np.empty_like(batch.h), [], len(batch.index)
+        while left:
             batch = self._try(batch, saves)
             running = batch.t < self.clock.stop
-            left = int(running.sum())
+            left = np.count_nonzero(running)
             if left == 0 or (left < len(running) and self.solver.compact):
-                done.append(batch.take(~running))
-                batch = batch.take(running)
-                self.view = _View(self, batch.index)
-        whole = _Batch(*map(join, zip(*done, strict=True)))
-        whole = whole.take(whole.index.argsort())
-        return whole.z, saves.states(), whole.h * self.clock.unit
+                ended = np.flatnonzero(~running)
+                done.append((batch.index[ended], take(batch.z, on_device(ended, z))))
+                h[batch.index] = batch.h
+                if left:
+                    batch = batch.take(np.flatnonzero(running))
+                    self.view = _View(self, on_device(batch.index, z))
+        return in_order(done), saves.states(), h * self.clock.unit
 
-    def _begin(self, z: State, h: Tensor | None) -> _Batch:
+    def _begin(self, z: State, h: np.ndarray | None) -> Batch:
         """All rows at the start of the piece, with their first steps."""
-        x, clock = tensors(z)[0], self.clock
-        index = torch.arange(len(x), device=x.device)
-        t = torch.full((len(x),), clock.start, dtype=torch.float64, device=x.device)
-        self.batch = batch = _Batch(index, z, z, t, torch.full_like(t, math.nan), torch.ones_like(t), t != t)
-        k, length = self.view(z, t), clock.stop - clock.start
+        clock, n = self.clock, len(tensors(z)[0])
+        start = np.full(n, clock.start)
+        self.batch = batch = Batch(z, z, np.arange(n), start, np.full(n, math.nan), np.ones(n), np.zeros(n, bool))
+        t = on_device(start, z)
+        k, length = self.view(z, self.depth(t, z)), clock.stop - clock.start
         if share := bad_share(k, self.view.real):
             raise self.failure(f"f is not finite at the start of the piece ({share:.1%} of its entries)",
                                advice="check the weights and the input")
+
+        def probe(h: Tensor) -> State:
+            return self.view(add(z, clock.sign, times(columns(h, z), k)), self.depth(t + h, z))
+
         if h is None:
             with torch.no_grad():
-                h = starting_step(lambda x: self.view.norm(x, z, z),
-                                  lambda h: self.view(combine(z, h, (1.0,), (k,)), t + h), z, k, length,
-                                  error_order(self.solver.tableau))
+                h = on_host(starting_step(lambda x: self.view.norm(x, z, z), probe, z, k, length,
+                                          error_order(self.solver.tableau)))
         else:
             h = h / clock.unit
-        least = (2 * clock.floor(t)).clamp(max=length)
-        return batch._replace(k=k, h=torch.maximum(h, least))
+        return batch._replace(k=k, h=np.maximum(h, np.minimum(2 * clock.floor(start), length)))
 
-    def _try(self, batch: _Batch, saves: _Saves) -> _Batch:
+    def depth(self, t: Tensor, z: State) -> Tensor:
+        """What f is called with at these times of the rows."""
+        return column(self.clock.argument(t), z)
+
+    def _try(self, batch: Batch, saves: Saves) -> Batch:
         """One trial step of every row; those that pass advance."""
         solver, clock, self.batch = self.solver, self.clock, batch
-        left, h = clock.stop - batch.t, batch.h.clamp(max=solver.max_step / clock.unit)
-        used = torch.where(left <= h, left, torch.where(left < 2 * h, left / 2, h))  # no sliver at the end
-        t1 = torch.where(left <= h, clock.stop, batch.t + used)
-        z1, ks = self.step(self.view, batch, used, t1)
-        running = left > 0
-        error = torch.where(running, self._error(batch, z1, ks, used), 0.0)
-        accept = error <= 1
-        advance = bool(accept.all())
-        if not advance:
+        left, h = clock.stop - batch.t, np.minimum(batch.h, solver.max_step / clock.unit)
+        last = left <= h
+        used = np.where(last, left, np.minimum(h, left / 2))  # no sliver at the end
+        t1 = np.where(last, clock.stop, batch.t + used)
+        trial = self._step(batch, used, t1)
+        error = self._error(batch, trial)
+        accept = error <= 1.0
+        moved, z, k = accept & (used > 0.0), trial.z, trial.k
+        if np.count_nonzero(moved) < len(moved):
             self._reject(batch, accept, used)
-            if any(x.requires_grad for x in tensors(z1)) and bool(torch.isinf(error).any()):
+            if any(x.requires_grad for x in tensors(z)) and np.isinf(error).any():
                 # a row that hit NaN would put NaN into the gradient of its neighbours: keep it out of the graph
-                t1 = torch.where(accept, t1, batch.t)
-                z1, ks = self.step(self.view, batch, torch.where(accept, used, 0.0), t1)
-        moved = accept & running
-        taken = batch.index, used * clock.scale, error
-        self.log.add(*(taken if advance and solver.compact else (x[moved] for x in taken)))
-        saves.add(self, batch, z1, ks, used, t1, moved)
-        factor = solver.factor(error, batch.error, batch.retry)
-        grown = torch.where(accept & (used < h), torch.maximum(h, used * factor), used * factor)
-        z, k = (z1, ks[-1]) if advance else (choose(accept, z1, batch.z), choose(accept, ks[-1], batch.k))
-        return _Batch(batch.index, z, k, torch.where(accept, t1, batch.t), torch.where(running, grown, batch.h),
-                      torch.where(moved, error, batch.error), ~accept)
+                trial = self._step(batch, np.where(accept, used, 0.0), np.where(accept, t1, batch.t))
+            new = column(on_device(moved, z), z)
+            z, k = choose(new, trial.z, batch.z), choose(new, trial.k, batch.k)
+        self.log.parts.append((batch.index, used * clock.scale, error))
+        saves.add(batch, trial, accept, self.between)
+        grown = used * solver.factor(error, batch.error, batch.retry)
+        grown = np.where(accept & (used < h), np.maximum(h, grown), grown)
+        return Batch(z, k, batch.index, np.where(accept, t1, batch.t), grown, np.where(accept, error, batch.error),
+                      ~accept)
 
-    def step(self, view: _View, batch: _Batch, h: Tensor, t1: Tensor) -> tuple[State, list[State]]:
-        """The states after steps of h, which end at t1, and all increments, f at the end included."""
-        ks, y = [batch.k], batch.z
-        for c, row in self.solver._rows[1:]:
-            y = combine(batch.z, h, row, ks)
-            ks.append(view(y, t1 if c == 1 else batch.t + c * h))
-        return y, ks
+    def _step(self, batch: Batch, h: np.ndarray, t1: np.ndarray) -> Trial:
+        plan = on_device(np.array(self.plan(batch.t, h, t1)), batch.z, self.clock.dtype)
+        return Trial(h, t1, *self.step(self.view, batch.z, batch.k, plan))
 
-    def _error(self, batch: _Batch, z1: State, ks: list[State], h: Tensor) -> Tensor:
+    def plan(self, t: Any, h: Any, t1: Any) -> list:
+        """Of steps from t to t1 the sizes h, signed as depth runs, and the depths of all stages but the first; arrays
+        or tensors."""
+        clock = self.clock
+        return [clock.sign * h, *(clock.local(t1 if c == 1 else t + c * h) for c, _ in self.solver._stages)]
+
+    def step(self, view: _View, z: State, k: State, plan: Tensor) -> tuple[State, State, list[State]]:
+        """The states after steps of that plan, f there, and h times the increments of all stages."""
+        h, y = columns(plan[0], z), z
+        ks = [times(h, k)]
+        for l, (_, terms) in zip(column(plan[1:], z).unbind(), self.solver._stages, strict=True):
+            y = accumulate(z, 1.0, terms, ks)
+            k = view(y, l)
+            ks.append(times(h, k))
+        return y, k, ks
+
+    def _error(self, batch: Batch, trial: Trial) -> np.ndarray:
         with torch.no_grad():
-            zero = tuple(map(torch.zeros_like, batch.z)) if isinstance(z1, tuple) else torch.zeros_like(z1)
-            return self.view.norm(combine(zero, h, self.solver._error, ks), batch.z, z1)
+            error = accumulate(self.zero, 1.0, self.solver._error, trial.ks)
+            error = np.fmin(on_host(self.view.norm(error, batch.z, trial.z)), np.inf)
+        error[trial.h == 0.0] = 0.0  # rows that have ended and must stay
+        return error
 
-    def _reject(self, batch: _Batch, accept: Tensor, used: Tensor) -> None:
-        self.log.n_rejected += int((~accept).sum())
+    def _reject(self, batch: Batch, accept: np.ndarray, used: np.ndarray) -> None:
+        self.log.n_rejected += int(np.count_nonzero(~accept))
         stuck = ~accept & (used <= self.clock.floor(batch.t))
-        if bool(stuck.any()):
+        if stuck.any():
             self.batch = batch._replace(h=used)
-            raise self.failure("the step size fell below what l can resolve", stuck.nonzero()[0].item())
+            raise self.failure("the step size fell below what l can resolve", int(stuck.argmax()))
 
     def failure(self, what: str, row: int | None = None, advice: str = ADVICE) -> SolverError:
         """A SolverError for a row under way (the one with the smallest step); it blames f where f is noisy."""
@@ -304,63 +291,34 @@ class _Solve:
         probe = Evaluator(f.f, Work(), f.dtypes)
         if row is None:
             row = int(batch.h.argmin())
-        noisy = is_noisy(lambda: probe(batch.z, column(self.clock.argument(batch.t), tensors(batch.z)[0])))
+        noisy = is_noisy(lambda: probe(batch.z, self.depth(on_device(batch.t, batch.z), batch.z)))
         l, h = self.clock.depth(batch.t[row]), float(batch.h[row]) * self.clock.scale
-        return SolverError(f"{what} in row {batch.index[row].item()}", l=l, h=h, nfe=f.work.total,
+        return SolverError(f"{what} in row {batch.index[row]}", l=l, h=h, nfe=f.work.total,
                            advice=NOISY if noisy else advice)
 
-    def between(self, batch: _Batch, z1: State, ks: list[State], h: Tensor, rows: Tensor, times: Tensor,
-                which: Tensor) -> State:
-        """The states of some rows (numbers may repeat) at times[which], inside the step."""
-        tableau, at = self.solver.tableau, times[which]
+    def between(self, batch: Batch, trial: Trial, rows: np.ndarray, which: np.ndarray) -> State:
+        """The states of some rows (numbers may repeat) at self.ticks[which], inside the step."""
+        tableau, there, t = self.solver.tableau, on_device(rows, batch.z), on_device(batch.t, batch.z)
+        at, old = self.ticks[on_device(which, batch.z)], t[there]
         if interpolates(tableau):
-            old, new, ks, h = batch.take(rows), take(z1, rows), [take(k, rows) for k in ks], h[rows]
+            z, z1, *ks = (take(x, there) for x in (batch.z, trial.z, *trial.ks))
             middle = middle_weights(tableau)
-            mid = None if middle is None else combine(old.z, h, middle, ks)
-            return polynomial(old.z, new, ks[0], ks[-1], mid, h, (at - old.t) / h)
+            mid = None if middle is None else combine(z, 1.0, middle, ks)
+            x = (at - old) / on_device(trial.h[rows], z)
+            return polynomial(z, z1, ks[0], ks[-1], mid, column(x, z))
         if self.solver.compact:
-            old = batch.take(rows)
-            return self.step(_View(self, old.index), old, at - old.t, at)[0]
-        states, order = [], []
-        for i in which.unique().tolist():  # all rows must be there: the others take a step of 0
-            hit = which == i
-            there = torch.zeros_like(batch.retry)
-            there[rows[hit]] = True
-            t1 = torch.where(there, times[i], batch.t)
-            states.append(take(self.step(self.view, batch, t1 - batch.t, t1)[0], rows[hit]))
-            order.append(hit.nonzero()[:, 0])
-        return take(join(states), torch.cat(order).argsort())
+            view = _View(self, on_device(batch.index[rows], batch.z))
+            return self.step(view, take(batch.z, there), take(batch.k, there), self._stacked(old, at))[0]
+        parts = []
+        for i in np.unique(which):  # all rows must be there: the others take a step of 0
+            hit = np.flatnonzero(which == i)
+            there = on_device(rows[hit], batch.z)
+            plan = self._stacked(t, t.index_put((there,), self.ticks[i]))
+            parts.append((hit, take(self.step(self.view, batch.z, batch.k, plan)[0], there)))
+        return in_order(parts)
 
-
-class _Saves:
-    """The states at save_at, gathered as rows pass."""
-
-    def __init__(self, clock: Clock, times: list[float], batch: _Batch):
-        self.times = clock.ticks(times, batch.t.device)
-        at_start = [time <= float(batch.t[0]) for time in times]
-        self.parts: list[list] = [[(batch.index, batch.z)] if first else [] for first in at_start]
-
-    def add(self, solve: _Solve, batch: _Batch, z1: State, ks: list[State], h: Tensor, t1: Tensor,
-            moved: Tensor) -> None:
-        """Keep what lies in the step from batch.t to t1 of the rows that moved."""
-        if not self.parts:
-            return
-        inside = moved[:, None] & (batch.t[:, None] < self.times) & (self.times < t1[:, None])
-        ends = moved[:, None] & (self.times == t1[:, None])
-        self._keep(batch, ends, lambda rows, which: take(z1, rows))
-        self._keep(batch, inside, lambda rows, which: solve.between(batch, z1, ks, h, rows, self.times, which))
-
-    def _keep(self, batch: _Batch, hit: Tensor, states: Callable[[Tensor, Tensor], State]) -> None:
-        rows, which = hit.nonzero(as_tuple=True)
-        if len(rows):
-            found = states(rows, which)
-            for i in which.unique().tolist():
-                self.parts[i].append((batch.index[rows[which == i]], take(found, which == i)))
-
-    def states(self) -> list[State]:
-        """One state a depth, rows in order."""
-        return [take(join([z for _, z in parts]), torch.cat([index for index, _ in parts]).argsort())
-                for parts in self.parts]
+    def _stacked(self, t: Tensor, t1: Tensor) -> Tensor:
+        return torch.stack(self.plan(t, t1 - t, t1)).to(self.clock.dtype)
 
 
 def _count_rows(z: State) -> int:
@@ -377,3 +335,8 @@ def _restrict(f: VectorField, index: Tensor) -> VectorField:
         return Rescaled(_restrict(f.f, index), f.a, f.b)
     select = getattr(f, "select", None)
     return f if select is None else select(index)
+
+
+def _terms(weights: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """The weights that are not 0, each with its place."""
+    return tuple((i, w) for i, w in enumerate(weights) if w)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,18 +97,21 @@ class Clock:
 
     def argument(self, t: Tensor) -> Tensor:
         """What the field of the piece is called with at time t: just inside the piece where f jumps at its end."""
-        l = t if t.dtype is self.dtype else t.to(self.dtype)
-        l = l if self.sign > 0 else -l
-        return l if self.inside is None else l.clamp(*self.inside)
+        return self.local(t if t.dtype is self.dtype else t.to(self.dtype))
+
+    def local(self, t: Any) -> Any:
+        """The same for a tensor or an array in its own dtype."""
+        l = t if self.sign > 0 else -t
+        return l if self.inside is None else l.clip(*self.inside)
 
     def floor(self, t: Any) -> Any:
-        """The smallest step at time t (a number or a tensor) that l can resolve."""
+        """The smallest step at time t (a number, an array or a tensor) that l can resolve."""
         eps = torch.finfo(self.dtype).eps
         least = eps * (self.stop - self.start)
         if self.piece.rescaled:
             least = max(least, max(abs(self.piece.l0), abs(self.piece.l1)) / self.unit)
         size = abs(t)
-        return 8 * eps * (size.clamp(min=least) if isinstance(size, Tensor) else max(size, least))
+        return 8 * eps * (size.clamp(min=least) if isinstance(size, Tensor) else np.maximum(size, least))
 
 
 def is_noisy(evaluate: Callable[[], State]) -> bool:

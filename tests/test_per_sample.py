@@ -12,6 +12,7 @@ from solvers import SOLVERS, SolverError, get_solver, solve
 from solvers.coefficients import EXPLICIT
 from solvers.per_sample import PerSample
 from solvers.stepsize import error_order
+from solvers.tableau import Tableau
 
 F64 = torch.float64
 PAIRS = {name: PerSample(t, name) for name, t in EXPLICIT.items() if t.b_hat is not None}
@@ -125,6 +126,27 @@ def test_a_field_that_cannot_be_restricted_needs_all_rows():
     assert (out.z - torch.exp(-w)).abs().max() < 1e-6
 
 
+def test_rows_that_have_ended_and_stay_are_left_alone_whatever_f_says_there():
+    # z' = w / (2 sqrt(1 - l)) is infinite at the end, where this pair has no stage
+    w = torch.tensor([[1.0], [0.01]], dtype=F64)
+    midpoint = Tableau([[], [0.5]], [0.0, 1.0], b_hat=[1.0, 0.0])
+
+    class Pole:
+        def __init__(self, w):
+            self.w = w
+
+        def __call__(self, z, l):
+            return self.w / (2 * (1 - l).sqrt())
+
+        def select(self, rows):
+            return Pole(self.w[rows])
+
+    out, kept = (solve(Pole(w), 0 * w, solver=PerSample(midpoint, compact=compact), rtol=1e-2, atol=1e-3)
+                 for compact in (True, False))
+    assert len(out.steps[0]) != len(out.steps[1]) and (out.z - w).abs().max() < 0.05
+    assert torch.equal(kept.z, out.z) and kept.steps == out.steps and kept.n_rejected == out.n_rejected
+
+
 # Accuracy
 
 @pytest.mark.parametrize("name, compact", CASES)
@@ -158,9 +180,9 @@ def test_the_final_state_and_the_steps_do_not_depend_on_save_at(name):
 def test_the_control_is_proportional_integral():
     # h' / h = s e^(-(1 - 0.75 b) / k) e_before^(b / k), no growth after a rejection, I control on one (Hairer, II.4)
     pair = PAIRS["dopri54"]
-    k, one = error_order(pair.tableau), torch.ones(1, dtype=F64)
+    k, one = error_order(pair.tableau), np.ones(1)
     assert k == 5
-    no, yes = torch.tensor([False]), torch.tensor([True])
+    no, yes = np.array([False]), np.array([True])
     factor = pair.factor(0.1 * one, 0.3 * one, no).item()
     assert factor == pytest.approx(0.9 * 0.1 ** (-0.85 / 5) * 0.3 ** (0.2 / 5), rel=1e-12)
     assert pair.factor(0.1 * one, 0.3 * one, yes).item() == 1.0
@@ -189,6 +211,18 @@ def test_backwards_returns_to_the_start(name):
     assert all(h < 0 for row in back.steps for h in row)
 
 
+def test_the_mirror_image_of_a_problem_takes_the_mirror_image_of_its_steps():
+    def f(z, l):
+        return torch.sin(3 * z + l)
+
+    z0 = torch.tensor([[0.3], [-2.0], [1.1]], dtype=F64)
+    for pair in PAIRS.values():
+        there = solve(f, z0, solver=pair, rtol=1e-4, save_at=[0.2, 0.5])
+        mirror = solve(lambda z, l: -f(z, -l), z0, span=(0.0, -1.0), solver=pair, rtol=1e-4, save_at=[-0.2, -0.5])
+        assert torch.equal(there.z, mirror.z) and torch.equal(there.states, mirror.states)
+        assert there.steps == [[-h for h in row] for row in mirror.steps]
+
+
 @pytest.mark.parametrize("span", [(0.0, 1.0), (1.0, 0.0)])
 def test_no_row_steps_over_a_jump(span):
     w = torch.tensor([[1.0], [4.0]], dtype=F64)
@@ -214,6 +248,21 @@ def test_no_row_steps_over_a_jump(span):
     assert torch.allclose(out.states[0].log(), w * first, atol=1e-4)
     for row in out.steps:
         assert np.abs(np.cumsum([span[0], *row]) - 0.3).min() < 1e-9
+
+
+def test_a_field_is_never_asked_for_no_rows():
+    class Decay:
+        def __call__(self, z, l):
+            return -z
+
+        def select(self, rows):
+            assert rows.dtype == torch.int64 and len(rows)
+            return self
+
+    z0 = torch.tensor([[1.0], [1e3], [1.0]], dtype=F64)
+    out = solve(Decay(), z0, span=(0.0, 3.0), solver=PAIRS["dopri54"], breakpoints=[1.0], rtol=1e-8,
+                atol=1e-10)
+    assert torch.allclose(out.z, z0 * math.exp(-3), rtol=1e-6, atol=0)
 
 
 def test_layers_are_restricted_too():
@@ -282,6 +331,35 @@ def test_states_without_a_common_row_axis_are_refused():
             solve(lambda z, l: z, z0, solver=PAIRS["dopri54"])
 
 
+def test_f_sees_every_part_of_a_state_in_its_own_dtype_and_l_in_the_widest_real_one():
+    several = torch.ones(2, 1), torch.ones(2, 3, dtype=F64), torch.ones(2, 1, dtype=torch.complex64)
+    for z0 in (torch.ones(2, 1), several):
+        parts = z0 if isinstance(z0, tuple) else (z0,)
+        widest = torch.float32 if len(parts) == 1 else F64
+        seen = set()
+
+        def f(z, l, seen=seen):
+            seen.add((*(x.dtype for x in (z if isinstance(z, tuple) else (z,))), l.dtype))
+            return tuple(-x for x in z) if isinstance(z, tuple) else -z
+
+        out = solve(f, z0, span=(1.0, 0.0), solver=PAIRS["tsit54"], rtol=1e-5, save_at=[0.7])
+        assert seen == {(*(x.dtype for x in parts), widest)}
+        for x, y in zip(parts, out.z if isinstance(out.z, tuple) else (out.z,), strict=True):
+            assert x.dtype == y.dtype and (y - math.e).abs().max() < 1e-4
+
+
+def test_increments_in_half_precision_are_added_in_that_of_the_state():
+    # a step of 1/8 of 1 + 2^-9 would be lost in bfloat16, whose numbers near 1 are 2^-7 apart
+    def f(z, l):
+        return torch.full_like(z, 2.0**-9, dtype=torch.bfloat16)
+
+    pair = PerSample(EXPLICIT["dopri54"], max_step=0.125)
+    out = solve(f, torch.ones(2, 1), solver=pair)
+    pairs = solve(lambda z, l: tuple(f(x, l) for x in z), (torch.ones(2, 1), torch.ones(2, 3)), solver=pair)
+    for z in (out.z, *pairs.z):
+        assert z.dtype == torch.float32 and (z - (1 + 2.0**-9)).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_half_precision_state_is_carried_in_float32(dtype):
     seen = set()
@@ -327,6 +405,13 @@ def test_a_row_that_hit_nan_does_not_put_nan_into_gradients():
     # z = (sqrt(z0) - s l / 2)^2
     assert z0.grad[:, 0].tolist() == pytest.approx([2.5 / 3, 0.03 / 0.53], rel=1e-3)
     assert scale.grad.item() == pytest.approx(-(2.5 + 0.03), rel=1e-3)
+
+
+def test_a_step_into_infinity_is_rejected_though_its_error_is_finite():
+    # z' = c is exact: only the state itself says that it has left the range of float32
+    with pytest.raises(SolverError, match=r"in row 1 at l = 0\.40"):
+        solve(lambda z, l: torch.full_like(z, 1e38), torch.tensor([[0.0], [3e38]]), span=(0.0, 1.0),
+              solver=PAIRS["dopri54"])
 
 
 @pytest.mark.parametrize("name", ["dopri54", "dopri853"])
@@ -408,6 +493,26 @@ def test_steps_are_constants_to_the_gradient():
     solve(lambda z, l: -z * z, d, solver="dopri54",
           grid=[0.0, *np.cumsum(out.steps[0])[:-1].tolist(), 1.0]).z.sum().backward()
     assert z0.grad.item() == pytest.approx(d.grad.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["dopri54", "tsit54"])
+def test_torch_func_differentiates_a_solve(name):
+    # z = z0 e^(-w b): over z0, w and the end b, forward, backward and twice
+    z0 = torch.tensor([[1.0, 0.5], [-3.0, 2.0]], dtype=F64)
+    w, b = torch.tensor(1.5, dtype=F64), torch.tensor(0.8, dtype=F64)
+
+    def end(z0, w, b):
+        out = solve(lambda z, l: -w * z, z0, span=(0.0, b), solver=PAIRS[name], rtol=1e-9, atol=1e-11, save_at=[0.4])
+        return out.states[0], out.z
+
+    shrunk = torch.exp(-w * b)
+    for i, wanted in enumerate((shrunk * torch.ones_like(z0), (-b * shrunk * z0).sum(), (-w * shrunk * z0).sum())):
+        got = torch.func.grad(lambda *x: end(*x)[1].sum(), argnums=i)(z0, w, b)
+        assert torch.allclose(got, wanted, rtol=1e-6, atol=1e-9)
+    _, tangent = torch.func.jvp(lambda w: end(z0, w, b)[0], (w,), (torch.ones_like(w),))
+    assert torch.allclose(tangent, -0.4 * torch.exp(-0.4 * w) * z0, rtol=1e-6)
+    twice = torch.func.hessian(lambda w: end(z0, w, b)[1].sum())(w)
+    assert torch.allclose(twice, (b * b * shrunk * z0).sum(), rtol=1e-5)
 
 
 # Options
