@@ -14,15 +14,17 @@ from torch.autograd import forward_ad
 
 from solvers.base import Evaluator, SolverError, State, Step, VectorField, Work
 
-LONGEST_KEPT = 257  # points of a grid whose depth tensors are kept
+LONGEST_KEPT = 257  # points of a grid that is kept
 
 
 def _kept(function: Callable) -> Callable:
-    """With its last results kept, except under torch.compile, which warns of lru_cache and keeps them itself."""
-    keeping = lru_cache(maxsize=256)(function)
+    """With its last short results kept (the last argument says how long one is), except under torch.compile, which
+    warns of lru_cache and keeps them itself."""
+    keeping = lru_cache(maxsize=32)(function)
 
     def call(*key: Any) -> Any:
-        return function(*key) if torch.compiler.is_compiling() else keeping(*key)
+        long = key[-1] > LONGEST_KEPT
+        return function(*key) if long or torch.compiler.is_compiling() else keeping(*key)
 
     return call
 
@@ -147,7 +149,7 @@ def make_pieces(f: VectorField, span: tuple, ends: tuple[float, float], breakpoi
     jumps = getattr(f, "breakpoints", None) if breakpoints is None else breakpoints
     jumps = frozenset(read_points("breakpoints", jumps)) if jumps is not None else frozenset()
     first, last = (end if isinstance(end, Tensor) and _moves(end) else None for end in span)
-    pieces, cuts = [], _cut(bounds, ends, jumps)
+    pieces, cuts = [], _cut(bounds, ends, jumps, len(bounds) + len(jumps))
     for i, (a, b, number) in enumerate(cuts):
         g, tips = fields[number], None
         moving = first if i == 0 else None, last if i == len(cuts) - 1 else None
@@ -160,7 +162,7 @@ def make_pieces(f: VectorField, span: tuple, ends: tuple[float, float], breakpoi
 
 @_kept
 def _cut(bounds: tuple[tuple[float, float], ...], ends: tuple[float, float],
-         jumps: frozenset[float]) -> tuple[tuple[float, float, int], ...]:
+         jumps: frozenset[float], length: int) -> tuple[tuple[float, float, int], ...]:
     """(l0, l1, number of the field) of each piece of the span, in the direction of integration."""
     low, high = sorted(ends)
     if not all(a < b for a, b in bounds):
@@ -194,12 +196,13 @@ def place(pieces: list[Piece], n_steps: int | None, grid: list[float] | None) ->
     boundaries, else n_steps must be a multiple of the number of pieces and each gets as many equal steps.
     """
     bounds = tuple([(piece.l0, piece.l1) for piece in pieces])
-    return [list(points) for points in _place(bounds, n_steps, None if grid is None else tuple(grid))]
+    return [list(points) for points in _place(bounds, n_steps, None if grid is None else tuple(grid),
+                                                len(bounds) + (n_steps or len(grid)))]
 
 
 @_kept
 def _place(bounds: tuple[tuple[float, float], ...], n_steps: int | None,
-           grid: tuple[float, ...] | None) -> list[list[float]]:
+           grid: tuple[float, ...] | None, length: int) -> list[list[float]]:
     points = grid if grid is not None else uniform(bounds[0][0], bounds[-1][1], n_steps)
     near = 1e-9 * abs(points[-1] - points[0]) / len(points)
     placed, at = [], 0
