@@ -688,3 +688,28 @@ def test_a_solve_under_another_default_device_leaves_later_ones_alone():
         solve(lambda z, l: l * z, torch.ones(2, device="cpu"), span=(0.0, 9.0), solver="euler", n_steps=9)
     z = solve(lambda z, l: l.expand_as(z), torch.zeros(2), span=(0.0, 9.0), solver="euler", n_steps=9).z
     assert torch.equal(z, torch.full((2,), 36.0))
+
+
+@pytest.mark.parametrize("spoil", [lambda l: l.add_(1.0), lambda l: l.requires_grad_()])
+def test_a_field_that_changes_its_depth_argument_does_not_change_the_next_solve(spoil):
+    """Grids are kept between solves; z' = l from 0 is l² / 2, which midpoint integrates without an error."""
+    def spoiling(z, l):
+        k = torch.full_like(z, float(l.detach()))
+        spoil(l)
+        return k
+
+    z = torch.zeros(2, dtype=torch.float64)
+    for _ in range(2):
+        solve(spoiling, z, span=(0.0, 3.0), solver="midpoint", n_steps=3)
+    after = solve(lambda z, l: l.expand(2), z, span=(0.0, 3.0), solver="midpoint", n_steps=3)
+    assert torch.equal(after.z, torch.full((2,), 4.5, dtype=torch.float64)) and not after.z.requires_grad
+
+
+def test_a_solve_in_inference_mode_leaves_nothing_that_a_later_one_cannot_use():
+    w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    z = torch.ones(1, dtype=torch.float64)
+    for mode in (torch.inference_mode, torch.enable_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            got = solve(lambda z, l: w * l * torch.ones_like(z), z, span=(0.0, 2.0), solver="rk4", n_steps=5)
+    got.z.sum().backward()
+    assert abs(w.grad.item() - 2.0) < 1e-12  # ∫ l dl
