@@ -9,7 +9,7 @@ benchmark: $(STAMP)
 	$(BIN)/python -m benchmarks run accuracy_vs_nfe
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

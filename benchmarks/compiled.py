@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.overhead import quartiles
+from benchmarks.speed.timing import quartiles
 from odeformer import BlockConfig, DepthConfig, Encoder, EncoderConfig
 
 N_LAYERS = 12

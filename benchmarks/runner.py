@@ -46,9 +46,8 @@ BENCHMARKS = {
     "depth_memory": "memory and time of a training step against depth, for each gradient mode",
     "experts": "what experts cost, against a dense network that does as much per token",
     "speed": "our time beside that of torch.nn, torchdiffeq, torchode and others, row by row against a target",
-    "scaling": "time and memory against NFE, depth, width, tokens and batch, measured and estimated",
+    "scaling": "time and memory against NFE, depth, width, tokens, batch and processes, measured and estimated",
     "compiled": "compile time against depth, and a compiled pass beside torchdiffeq",
-    "overhead": "what solve() costs over bare calls of the field, and beside torchdiffeq",
 }
 
 

@@ -1,5 +1,5 @@
-"""What passes cost in time and memory, against NFE, depth, width, tokens and batch, beside what ``odeformer estimate``
-says beforehand.
+"""What passes cost in time and memory, against NFE, depth, width, tokens, batch and processes, beside what
+``odeformer estimate`` says beforehand.
 
 One factor at a time is changed in a small decoder (``BASE``); ``solver`` changes the NFE at equal depth. Measured are a
 forward pass, a training step (with the loss, clipping and AdamW) and a token that is written through the cache:
@@ -8,6 +8,12 @@ turn, too: where it takes longer than it did when the machine was measured for t
 slower (others are using it), and the round's times are divided by that. Memory is what a fresh process holds at most
 beyond what it held before the model was made, with freed memory given back at once (MALLOC_MMAP_THRESHOLD_=131072);
 ``as malloc keeps it``: without that, as the C library does by itself.
+
+``processes``: training by 1, 2 and, where there are cores for them, 4 processes (``--train.parallel ddp``, gloo), each
+on one thread. Wall time, since they wait for each other, of a training step: ``batch shared``, where the slope would be
+-1 if nothing were lost, and ``batch each``, where it would be 0. ``odeformer estimate`` knows of one process;
+the prediction here is its time of one's share, times how much longer a reference pass takes where each process makes
+one, plus that of summing all gradients, both measured in the same run. The waiting for the slowest is not in it.
 
 ``slope``: of a line through log cost against log factor, 1 where cost grows in proportion (2 for multiply-adds against
 the width; less in small models, where Python takes the time). ``within 20 %``: the share of the configs for which the
@@ -29,8 +35,10 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks import process_scaling
 from benchmarks.depth_memory import resident
 from benchmarks.runner import one_thread
 from odeformer import BlockConfig, Decoder, DecoderConfig, DepthConfig
@@ -54,19 +62,23 @@ PRESETS = {
     "cpu": {"seeds": 1, "rounds": 7, "values": 4},
 }
 COSTS = {"forward": "forward pass", "step": "training step", "token": "a token written"}
+MEASURED = {"solver": "nfe", "processes": "processes"}  # factors whose amount is found when they are measured
+LABELS = {"solver": "NFE"}
 MEMORY = {"step_bytes": "step, memory", "forward_bytes": "forward, memory"}
 KEPT = {"step_kept_bytes": "step, memory as malloc keeps it"}
 VOCAB, MOMENT, TOKENS = 256, 0.02, 8
 THRESHOLD = (-3, 131072)  # glibc's M_MMAP_THRESHOLD, no longer moved by what is freed
-SIZE = (14, 6.4)
+SIZE = (16, 6.4)
 WORKERS = 1
 
 
 def cases(settings: dict[str, Any], seeds: int) -> Iterator[dict[str, Any]]:
-    """Every value of every factor, the base once for each factor that has it."""
+    """Every value of every factor, the base once for each factor that has it; all numbers of processes in one."""
     for factor, values in FACTORS.items():
         for value in values[:settings["values"]]:
             yield {"factor": factor, **BASE, factor: value, "rounds": settings["rounds"]}
+    if len(counts := process_scaling.counts()) > 1:
+        yield {"factor": "processes", **BASE, "counts": list(counts), "rounds": settings["rounds"]}
 
 
 def make(case: dict[str, Any]) -> Decoder:
@@ -83,10 +95,12 @@ def machine() -> Machine:
 
 
 def measure(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row: measured and predicted."""
+    """One row, for ``processes`` one a number of them: measured and predicted."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        if case["factor"] == "processes":
+            return process_scaling.measure(case, make, machine(), fresh())
         found = estimate(lambda: make(case), machine(), batch=case["batch"], n_tokens=case["n_tokens"])
         row = {"nfe": found.forward.nfe, "multiply_adds": found.forward.multiply_adds,
                "parameters": found.parameters, **times(case)}
@@ -212,7 +226,13 @@ def memory(case: dict[str, Any], kept: bool) -> dict[str, int]:
 def amount(row: dict[str, Any]) -> float:
     """The factor as a number: NFE for the solver."""
     case = row["case"]
-    return row["nfe"] if case["factor"] == "solver" else case[case["factor"]]
+    factor = case["factor"]
+    return row[MEASURED[factor]] if factor in MEASURED else case[factor]
+
+
+def costs_of(factor: str) -> tuple[dict[str, str], dict[str, str]]:
+    """What is measured against a factor: in seconds, and in bytes."""
+    return (process_scaling.COSTS, {}) if factor == "processes" else (COSTS, MEMORY)
 
 
 def slope(rows: list[dict[str, Any]], name: str) -> float:
@@ -224,15 +244,19 @@ def slope(rows: list[dict[str, Any]], name: str) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """A line for each factor and cost, then what holds for all."""
+    """A line for each factor and cost, then what holds for all, those of one process."""
     for factor in dict.fromkeys(row["case"]["factor"] for row in rows):
         mine = [row for row in rows if row["case"]["factor"] == factor]
         values = " ".join(f"{amount(row):g}" for row in mine)
-        for name in (*COSTS, "step_bytes"):
-            yield ("NFE" if factor == "solver" else factor, values, (COSTS | MEMORY)[name], f"{slope(mine, name):.2f}",
-                   f"{slope(mine, f'{name}_predicted'):.2f}", *agreement(mine, [name]))
+        times, memory = costs_of(factor)
+        for name, words in (times | memory).items():
+            if name != "forward_bytes":
+                yield (LABELS.get(factor, factor), values, words, f"{slope(mine, name):.2f}",
+                       f"{slope(mine, f'{name}_predicted'):.2f}", *agreement(mine, [name]))
+    alone = [row for row in rows if row["case"]["factor"] != "processes"]
     for names, words in ((COSTS, "time"), (MEMORY, "memory"), (KEPT, "step, memory as malloc keeps it")):
-        yield ("all", "", words, "", "", *agreement(rows, names))
+        if alone:
+            yield ("all", "", words, "", "", *agreement(alone, names))
 
 
 def agreement(rows: list[dict[str, Any]], names: Iterable[str]) -> tuple[str, str]:
@@ -246,18 +270,25 @@ def draw(rows: list[dict[str, Any]], figure: Figure) -> None:
     """Time above and memory below, a panel for each factor: measured as points, predicted as lines."""
     factors = list(dict.fromkeys(row["case"]["factor"] for row in rows))
     panels = figure.subplots(2, len(factors), squeeze=False, sharey="row")
-    for column, factor in enumerate(factors):
+    for column, factor in zip(panels.T, factors, strict=True):
         mine = sorted((row for row in rows if row["case"]["factor"] == factor), key=amount)
-        x = [amount(row) for row in mine]
-        for axes, costs, unit in ((panels[0][column], COSTS, 1e3), (panels[1][column], MEMORY, 2**-20)):
-            for i, (name, words) in enumerate(costs.items()):
-                axes.plot(x, [unit * row[name] for row in mine], linestyle="none", marker="os^"[i], color=f"C{i}",
-                          label=f"{words}, slope {slope(mine, name):.2f}")
-                axes.plot(x, [unit * row[f"{name}_predicted"] for row in mine], color=f"C{i}", linewidth=1)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xlabel("NFE" if factor == "solver" else factor)
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=7, frameon=False)
+        for axes, costs, unit in zip(column, costs_of(factor), (1e3, 2**-20), strict=True):
+            axes.set_visible(bool(costs))
+            panel(mine, axes, costs, unit)
+            axes.set_xlabel(LABELS.get(factor, factor))
     panels[0][0].set_ylabel("process time, ms (lines: predicted)")
     panels[1][0].set_ylabel("memory, MiB (lines: predicted)")
+
+
+def panel(rows: list[dict[str, Any]], axes: Axes, costs: dict[str, str], unit: float) -> None:
+    """Costs, times unit, against a factor on logarithmic axes."""
+    x = [amount(row) for row in rows]
+    for i, (name, words) in enumerate(costs.items()):
+        axes.plot(x, [unit * row[name] for row in rows], linestyle="none", marker="os^"[i], color=f"C{i}",
+                  label=f"{words}, slope {slope(rows, name):.2f}")
+        axes.plot(x, [unit * row[f"{name}_predicted"] for row in rows], color=f"C{i}", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    if costs:
+        axes.legend(fontsize=7, frameon=False)

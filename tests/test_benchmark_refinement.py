@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from real_weights import folder
 
 from benchmarks import calibrated_grids, refinement
 from odeformer import BlockConfig, DepthConfig, VisionConfig, VisionEncoder
 from odeformer.blocks import LayeredField
-from odeformer.pretrained import wheel
 from solvers import calibrate_grid
 
 A = [0.3, -0.2, 0.5, -0.6, 0.1, 0.4]  # rates of six layers, dz/dl = a z
@@ -86,15 +86,6 @@ def test_reactions_are_written_with_known_tokens_and_make_no_atoms():
 
 def vocabulary():
     return (folder("rxnmapper") / "vocab.txt").read_text(encoding="utf-8").split("\n")
-
-
-def folder(name):
-    """The folder, or a skip that says why it is not there."""
-    pytest.importorskip("transformers")
-    try:
-        return wheel(name)
-    except ConnectionError as error:
-        pytest.skip(str(error))
 
 
 def theirs(name, kind):

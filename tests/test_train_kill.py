@@ -14,6 +14,8 @@ import pytest
 import torch
 from training_run import equal, state, to_the_end, trainer
 
+from odeformer.cli import main
+
 KILLS = 20
 OPTIONS = {"steps": 300, "checkpoint_every": 4, "validate_every": 6, "patience": 10_000}
 ROOT = Path(__file__).parent.parent
@@ -96,11 +98,12 @@ MOMENTS = (at_any_time, between_updates, while_saving, between_updates, while_sa
 
 @pytest.mark.slow
 def test_the_command_line_survives_a_kill(tmp_path):
-    command = [sys.executable, "-m", "odeformer.cli", "train", "--steps", "60", "--d-model", "8", "--heads", "2",
-               "--checkpoint-every", "5", "--batch-size", "8", "--dropout", "0.1"]
+    settings = ["train", "--steps", "60", "--d-model", "8", "--heads", "2",
+                "--checkpoint-every", "5", "--batch-size", "8", "--dropout", "0.1"]
+    command = [sys.executable, "-m", "odeformer.cli", *settings]
     options = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "stdout": subprocess.DEVNULL,
                "stderr": subprocess.DEVNULL}
-    subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, timeout=120, **options)
+    assert main([*settings, "--out", str(tmp_path / "whole")]) == 0
     with subprocess.Popen([*command, "--out", str(tmp_path / "cut")], **options) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "cut" / "checkpoint.pt").exists() and time.monotonic() < deadline:

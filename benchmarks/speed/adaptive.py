@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.overhead import FIELDS
 from benchmarks.speed import peers
-from benchmarks.speed.fixed import layer_of
+from benchmarks.speed.fixed import FIELDS, layer_of
 from benchmarks.speed.timing import interleaved, without_grad
 from solvers import get_solver, solve
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.overhead import quartiles
-
 WARM_UP = 2  # calls of each, before any is timed
 LEAST, LONGEST = 5, 12.0  # rounds; seconds after which no more than those are made
 LIBRARIES = ("torchdiffeq", "torchdyn", "torchode", "torchode, heun", "diffrax, jit", "x-transformers",
@@ -45,6 +43,12 @@ def row(label: str, what: str, values: list[float] | float | None, target: float
     found = {"value": None, "quartiles": None} if values is None else {"value": median(values),
                                                                        "quartiles": quartiles(values)}
     return {"label": label, "what": what, **found, "target": target, "note": note, **more}
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """First and third."""
+    ordered = sorted(values)
+    return [ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4]]
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int, seconds: float) -> Times:
