@@ -18,7 +18,7 @@ from odeformer.plots import pareto_front
 from solvers import SOLVERS
 
 DRAWN = ("accuracy_vs_nfe", "speed", "work_precision")
-TRAINED = ("accuracy_vs_nfe", "iso_nfe", "language", "truncation")
+TRAINED = ("accuracy_vs_nfe", "images", "iso_nfe", "language", "translation", "truncation")
 
 
 def test_benchmarks_list_and_every_listed_one_has_what_the_runner_needs(capsys):
