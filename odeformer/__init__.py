@@ -27,15 +27,16 @@ _HOMES = {
     "odeformer.heads": ["HEADS"],
     "odeformer.tokenizers": ["TOKENIZERS", "BPETokenizer", "ByteTokenizer", "load_tokenizer", "pad_batch"],
     "odeformer.data": ["DATA"],
+    "odeformer.train": ["TrainConfig", "Trainer"],
 }
 _WHERE = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = sorted(_WHERE)
 
 
-_MODULES = ("diagnostics", "experts", "growth", "hypersolver", "init", "metrics", "norms", "optim", "plots",
-            "positions", "pretrained", "refit", "regularizers", "schedules", "settings", "tasks", "tokenizers",
-            "train")
+_MODULES = ("diagnostics", "expert_parallel", "experts", "growth", "hypersolver", "init", "metrics", "norms", "optim",
+            "page", "plots", "positions", "presets", "pretrained", "refit", "regularizers", "schedules", "settings",
+            "studio", "tasks", "tokenizers", "train")
 
 
 def __getattr__(name: str) -> object:

@@ -92,8 +92,11 @@ class Sublayer(nn.Module):
     def __init__(self, core: nn.Module, placement: nn.Module, dropout: float):
         super().__init__()
         self.core, self.placement, self.dropout = core, placement, dropout
-        # at padding, where z is 0
-        self.finite = all(getattr(child, "finite", False) for child in (core, placement))
+
+    @property
+    def finite(self) -> bool:
+        """Whether the increment is at padding, where z is 0."""
+        return getattr(self.core, "finite", False) and getattr(self.placement, "finite", False)
 
     def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
         """The core on its normalised input."""
@@ -105,7 +108,7 @@ class Sublayer(nn.Module):
             k = self.placement(z, lambda x: context.drop(self, layer, self.dropout, self.run(x, context, layer)))
         else:
             k = self.placement(z, lambda x: self.run(x, context, layer))
-        return context.increment(layer, k, self.finite)
+        return context.increment(layer, k, self)
 
 
 NEEDS = {"rotary": "rotary positions", "slot": "a key/value cache (cache=None goes without)"}
@@ -114,21 +117,18 @@ NEEDS = {"rotary": "rotary positions", "slot": "a key/value cache (cache=None go
 class AttentionSublayer(Sublayer):
     """Self-attention under the masks of the forward pass."""
 
-    def __init__(self, core: nn.Module, placement: nn.Module, dropout: float):
-        super().__init__(core, placement, dropout)
-        parameters = inspect.signature(core.forward).parameters.values()
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.taken = frozenset(NEEDS) if open_ended else frozenset(p.name for p in parameters)
-        self.takes_sight = isinstance(core, Attention) and getattr(placement, "finite", False) and "sight" in self.taken
-
     def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
         arguments = context.attention(layer)
-        return self.core(x, sight=context.sight, **arguments) if self.takes_sight else self.attend(x, arguments)
+        if getattr(self.core, "takes_sight", False):
+            arguments["sight"] = context.sight
+        return self.attend(x, arguments)
 
     def attend(self, x: Tensor, arguments: dict[str, Any]) -> Tensor:
         """The core with these arguments. Raises ValueError where an own class has none for what the pass needs."""
-        if not isinstance(self.core, Attention):
-            for name in NEEDS.keys() & arguments.keys() - self.taken:
+        if not isinstance(self.core, Attention) and (needed := NEEDS.keys() & arguments.keys()):
+            taken = inspect.signature(self.core.forward).parameters
+            open_ended = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+            for name in () if open_ended else needed - taken.keys():
                 raise ValueError(f"attention {type(self.core).__name__} does not take {NEEDS[name]}: derive it from "
                                  f"odeformer.attention.base.Attention, or give its forward an argument {name!r}")
         return self.core(x, **arguments)

@@ -26,8 +26,8 @@ class Context:
     ``memory`` (batch, source, d_model) and ``memory_mask``: what cross-attention attends to.
     ``routing``: what experts report. ``moving``: whether weights are functions of l, not the same in all evaluations of
     a layer. ``replayed``: whether the field is evaluated again on the way back. ``compiled``: makes the fields of a
-    compiled model's layers (see ``odeformer.compiled``). ``sight``: who sees whom, kept for all layers; None:
-    padding of the states that come may hold anything, NaN too.
+    compiled model's layers (see ``odeformer.compiled``). ``sight``: who sees whom, kept for all layers, in a
+    pass whose states are 0 at padding; None: they may hold anything there, NaN too.
     """
 
     mask: Tensor | None = None
@@ -95,14 +95,15 @@ class Context:
             self._drops[key] = _mask(x, p)
         return self._drops[key]
 
-    def increment(self, layer: int, k: Tensor, finite: bool = False) -> Tensor:
+    def increment(self, layer: int, k: Tensor, site: Any = None) -> Tensor:
         """dz/dl of a layer under layer drop; padding stands still, or a norm of zeros would make it stiff.
 
-        ``finite``: k is, at padding, where states are 0.
+        ``site``: the sublayer that k is of.
         """
         if self.mask is not None:
             real = self.mask.unsqueeze(-1)  # to multiply is several times as fast as to fill
-            k = k * real if finite and self.sight is not None else k.masked_fill(~real, 0)
+            known = self.sight is not None and site is not None and site.finite
+            k = k * real if known else k.masked_fill(~real, 0)
         return k if self.keep is None else k * self.keep[layer]
 
 

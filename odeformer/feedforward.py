@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from odeformer.experts import Experts, ExpertSlices
+from odeformer.finite import Finite
 from odeformer.tables import at_least
 
 
@@ -19,11 +20,10 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * (1.702 * x).sigmoid()
 
 
-class FeedForward(nn.Module):
+class FeedForward(Finite, nn.Module):
     """activation(x W_h + b_h) W_f + b_f (eq. 48)."""
 
     activation = staticmethod(F.gelu)
-    finite = True  # a finite state gives a finite result
 
     def __init__(self, d_model: int, d_ff: int, *, bias: bool = True):
         super().__init__()

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from odeformer.finite import Finite
 from odeformer.tables import at_least, finite, look_up
 
 KINDS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
@@ -31,16 +32,14 @@ def make_norm(d_model: int, kind: str = "layer", eps: float = 1e-5) -> nn.Module
     return look_up(KINDS, kind, "norm kind")(d_model, eps=finite("eps", eps, above=0))
 
 
-class Placement(nn.Module):
+class Placement(Finite, nn.Module):
     """What placements share.
 
     ``final``: whether the model ends with a norm, as the state leaves the layers without one. ``identity_at_zero``:
-    whether a core F = 0 gives the increment 0, as long as the placement's parameters are where they start. ``finite``:
-    whether a finite core gives a finite increment at z = 0.
+    whether a core F = 0 gives the increment 0, as long as the placement's parameters are where they start.
     """
 
     final = True
-    finite = True
     identity_at_zero = True
 
     def forward(self, z: Tensor, branch: Branch) -> Tensor:

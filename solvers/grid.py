@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, wraps
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,16 +17,20 @@ from solvers.base import Evaluator, SolverError, State, Step, VectorField, Work
 LONGEST_KEPT = 257  # points of a grid that is kept
 
 
-def _kept(function: Callable) -> Callable:
-    """With its last short results kept (the last argument says how long one is), except under torch.compile, which
-    warns of lru_cache and keeps them itself."""
-    keeping = lru_cache(maxsize=32)(function)
+def _kept(length: Callable[..., int]) -> Callable[[Callable], Callable]:
+    """A function that keeps its last results, except those whose arguments are longer than LONGEST_KEPT, and except
+    under torch.compile, which warns of lru_cache and keeps them itself. ``__wrapped__`` always makes a new one."""
+    def decorate(function: Callable) -> Callable:
+        keeping = lru_cache(maxsize=32)(function)
 
-    def call(*key: Any) -> Any:
-        long = key[-1] > LONGEST_KEPT
-        return function(*key) if long or torch.compiler.is_compiling() else keeping(*key)
+        @wraps(function)
+        def call(*key: Any) -> Any:
+            anew = torch.compiler.is_compiling() or length(*key) > LONGEST_KEPT
+            return function(*key) if anew else keeping(*key)
 
-    return call
+        return call
+
+    return decorate
 
 
 class Piece(NamedTuple):
@@ -149,7 +153,7 @@ def make_pieces(f: VectorField, span: tuple, ends: tuple[float, float], breakpoi
     jumps = getattr(f, "breakpoints", None) if breakpoints is None else breakpoints
     jumps = frozenset(read_points("breakpoints", jumps)) if jumps is not None else frozenset()
     first, last = (end if isinstance(end, Tensor) and _moves(end) else None for end in span)
-    pieces, cuts = [], _cut(bounds, ends, jumps, len(bounds) + len(jumps))
+    pieces, cuts = [], _cut(bounds, ends, jumps)
     for i, (a, b, number) in enumerate(cuts):
         g, tips = fields[number], None
         moving = first if i == 0 else None, last if i == len(cuts) - 1 else None
@@ -160,9 +164,9 @@ def make_pieces(f: VectorField, span: tuple, ends: tuple[float, float], breakpoi
     return pieces
 
 
-@_kept
+@_kept(length=lambda bounds, ends, jumps: len(bounds) + len(jumps))
 def _cut(bounds: tuple[tuple[float, float], ...], ends: tuple[float, float],
-         jumps: frozenset[float], length: int) -> tuple[tuple[float, float, int], ...]:
+         jumps: frozenset[float]) -> tuple[tuple[float, float, int], ...]:
     """(l0, l1, number of the field) of each piece of the span, in the direction of integration."""
     low, high = sorted(ends)
     if not all(a < b for a, b in bounds):
@@ -196,13 +200,12 @@ def place(pieces: list[Piece], n_steps: int | None, grid: list[float] | None) ->
     boundaries, else n_steps must be a multiple of the number of pieces and each gets as many equal steps.
     """
     bounds = tuple([(piece.l0, piece.l1) for piece in pieces])
-    return [list(points) for points in _place(bounds, n_steps, None if grid is None else tuple(grid),
-                                                len(bounds) + (n_steps or len(grid)))]
+    return [list(points) for points in _place(bounds, n_steps, None if grid is None else tuple(grid))]
 
 
-@_kept
+@_kept(length=lambda bounds, n_steps, grid: len(bounds) + (n_steps or len(grid)))
 def _place(bounds: tuple[tuple[float, float], ...], n_steps: int | None,
-           grid: tuple[float, ...] | None, length: int) -> list[list[float]]:
+           grid: tuple[float, ...] | None) -> list[list[float]]:
     points = grid if grid is not None else uniform(bounds[0][0], bounds[-1][1], n_steps)
     near = 1e-9 * abs(points[-1] - points[0]) / len(points)
     placed, at = [], 0
@@ -249,11 +252,11 @@ def make_steps(pieces: Sequence[Piece], placed: Sequence[list[float]], nodes: tu
     grid = tuple([(tuple(map(piece.local, points)) if piece.rescaled else tuple(points),
                    tuple(sorted(piece.inside(dtype))) if piece.nudge != (False, False) else None)
                   for piece, points in zip(pieces, placed, strict=True)])
-    if device.type != "cpu" or sum([len(points) for points, _ in grid]) > LONGEST_KEPT or _is_special():
-        return _make_steps(grid, nodes, dtype, device)[0]
-    steps, depths = _kept_steps(grid, nodes, dtype, device)
+    if device.type != "cpu" or _is_special():
+        return _make_steps.__wrapped__(grid, nodes, dtype, device)[0]
+    steps, depths = _make_steps(grid, nodes, dtype, device)
     if any([x._version or x.requires_grad for x in depths]):  # f has written into them
-        return _make_steps(grid, nodes, dtype, device)[0]
+        return _make_steps.__wrapped__(grid, nodes, dtype, device)[0]
     return steps
 
 
@@ -263,6 +266,7 @@ def _is_special() -> bool:
             or torch._C._functorch.maybe_current_level() is not None)
 
 
+@_kept(length=lambda grid, *_: sum([len(points) for points, _ in grid]))
 def _make_steps(grid: tuple, nodes: tuple[float, ...], dtype: torch.dtype,
                 device: torch.device) -> tuple[list[list[Step]], list[Tensor]]:
     """The steps of each piece, and all depth tensors; ``grid``: points, and the interval in which to stay, of each."""
@@ -292,6 +296,3 @@ def _depths(points: tuple[float, ...], nodes: tuple[float, ...], inside: tuple[f
             x = l if c == 0 else end if c == 1 else l + c * h
             depths.append(x if inside is None else min(max(x, inside[0]), inside[1]))
     return depths
-
-
-_kept_steps = lru_cache(maxsize=32)(_make_steps)

@@ -17,8 +17,8 @@ def on_host(x: Tensor) -> np.ndarray:
 
 
 def on_device(x: np.ndarray, like: State, dtype: torch.dtype | None = None) -> Tensor:
-    """x where that state is, in this dtype or its own."""
-    return torch.from_numpy(x).to(tensors(like)[0].device, dtype, non_blocking=True)
+    """A copy of x where that state is, in this dtype or its own."""
+    return torch.from_numpy(x).to(tensors(like)[0].device, dtype, non_blocking=True, copy=True)
 
 
 def column(values: Tensor, like: State) -> Tensor:

@@ -1,5 +1,7 @@
 """Padding on either side changes nothing that counts, for every attention variant and every kind of position."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,6 +20,9 @@ from odeformer import (
     Seq2SeqConfig,
 )
 from odeformer.attention.pairs import Pairs
+from odeformer.attention.softmax import SoftmaxAttention
+from odeformer.feedforward import FeedForward as GELU
+from odeformer.norms import Placement
 
 CROSS = [(name, {}) for name in ATTENTION if name != "window"] + [("cross_gaussian", {"center_mode": "ratio",
                                                                                       "ratio": 0.7})]
@@ -162,3 +167,118 @@ def test_who_sees_whom_is_read_once_a_pass(make, monkeypatch):
     assert len(calls) == 1
     model(ids, mask)
     assert len(calls) == 2
+
+
+class Hide(SoftmaxAttention):
+    """An own variant that lets nobody see the first token but itself."""
+
+    def attend(self, pairs):
+        n = pairs.key.shape[2]
+        keep = torch.arange(n) > 0
+        mask = torch.ones(1, n, dtype=torch.bool) if pairs.mask is None else pairs.mask
+        return super().attend(replace(pairs, mask=mask & keep))
+
+
+class OldPairs(SoftmaxAttention):
+    """An own variant with a ``pairs`` that knows nothing of ``sight``."""
+
+    def pairs(self, x, memory=None, *, mask=None, causal=False, rotary=None, slot=None, first=None):
+        return super().pairs(x, memory, mask=mask, causal=causal, rotary=rotary, slot=slot, first=first)
+
+
+class OldForward(SoftmaxAttention):
+    """An own variant with such a ``forward``."""
+
+    def forward(self, x, memory=None, *, mask=None, causal=False, rotary=None, slot=None, first=None):
+        return super().forward(x, memory, mask=mask, causal=causal, rotary=rotary, slot=slot, first=first)
+
+
+def by_hand(model, ids, mask):
+    """The textbook pass, each core called by itself with the mask."""
+    z = model.embed(ids, mask).masked_fill(~mask.unsqueeze(-1), 0)
+    for layer in model.layers:
+        a, f = layer.attention, layer.feedforward
+        z = z + a.core(a.placement.norm(z), mask=mask).masked_fill(~mask.unsqueeze(-1), 0)
+        z = z + f.core(f.placement.norm(z)).masked_fill(~mask.unsqueeze(-1), 0)
+    return model.final_norm(z)
+
+
+@pytest.mark.parametrize("own", [Hide, OldPairs, OldForward, OverNothing])
+@torch.no_grad()
+def test_layers_that_see_through_other_masks_or_with_replaced_cores_keep_their_own(own):
+    """The second layer's core is exchanged after construction; what the first has read from the mask is not its."""
+    torch.manual_seed(0)
+    model = Encoder(EncoderConfig(vocab_size=9, max_seq_len=6, n_layers=3, block=BlockConfig(8, 2))).double().eval()
+    old = model.layers[1].attention.core
+    model.layers[1].attention.core = own(8, 2).double()
+    model.layers[1].attention.core.load_state_dict(old.state_dict(), strict=False)
+    ids, mask = padded(torch.randint(9, (2, 4)), 1, 1)
+    assert (model(ids, mask) - by_hand(model, ids, mask))[mask].abs().max() < 1e-12
+    if own is not OverNothing:
+        assert model(ids).isfinite().all()
+
+
+class Unit(GELU):
+    """An own feed-forward that divides by the length of its input, 0 at padding."""
+
+    def forward(self, x):
+        return super().forward(x / x.norm(dim=-1, keepdim=True))
+
+
+class RootMeanSquare(Placement):
+    """An own placement that does so."""
+
+    def __init__(self, d_model):
+        super().__init__()
+
+    def forward(self, z, branch):
+        return branch(z / z.square().mean(-1, keepdim=True).sqrt())
+
+
+@pytest.mark.parametrize("own", [{"feedforward": Unit, "norm": "none"}, {"norm": RootMeanSquare}])
+@torch.no_grad()
+def test_classes_derived_elsewhere_may_give_nan_at_padding(own):
+    torch.manual_seed(0)
+    model = Encoder(EncoderConfig(vocab_size=9, max_seq_len=6, n_layers=2, block=BlockConfig(8, 2, **own))).double()
+    tokens = torch.randint(9, (2, 4))
+    ids, mask = padded(tokens, 0, 2)
+    assert (model(ids, mask)[:, :4] - model(tokens)).abs().max() < 1e-12
+
+
+@torch.no_grad()
+def test_a_mask_that_is_changed_in_place_is_read_again():
+    torch.manual_seed(0)
+    model = Encoder(EncoderConfig(vocab_size=9, max_seq_len=6, n_layers=1, block=BlockConfig(8, 2))).double()
+    ids, mask = padded(torch.randint(9, (2, 4)), 0, 2)
+    _, solution = model(ids, mask, return_solution=True)
+    z, l = solution.states[0], torch.zeros(())
+    solution.field(z, l)
+    mask[:, 3] = False
+    z = z.masked_fill(~mask.unsqueeze(-1), 0)
+    assert (solution.field(z, l) - model.vector_field(z, mask.clone())(z, l)).abs().max() < 1e-12
+
+
+@torch.no_grad()
+def test_the_field_of_a_solution_keeps_nan_at_padding_from_real_tokens():
+    torch.manual_seed(0)
+    model = Encoder(EncoderConfig(vocab_size=9, max_seq_len=6, n_layers=1, block=BlockConfig(8, 2))).double()
+    ids, mask = padded(torch.randint(9, (2, 4)), 0, 2)
+    _, solution = model(ids, mask, return_solution=True)
+    z, l = solution.states[0], torch.zeros(())
+    spoiled = z.masked_fill(~mask.unsqueeze(-1), float("nan"))
+    assert torch.equal(solution.field(spoiled, l)[mask], solution.field(z, l)[mask])
+    with pytest.raises(ValueError, match="mask must have the shape"):
+        solution.field(z[:1], l)
+    with pytest.raises(ValueError, match="x must have the shape"):
+        solution.field(z[0], l)
+
+
+def test_norms_of_queries_and_keys_may_be_set_on_a_layer():
+    torch.manual_seed(0)
+    core, x = SoftmaxAttention(8, 2), torch.randn(1, 5, 8)
+    before = core(x)
+    core.query_norm = torch.nn.RMSNorm(4)
+    q, k, v = (linear(x).view(1, 5, 2, 4).transpose(1, 2) for linear in (core.query, core.key, core.value))
+    q = q / (q.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+    wanted = core.output(((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2))
+    assert (core(x) - wanted).abs().max() < 1e-5 < (before - wanted).abs().max()

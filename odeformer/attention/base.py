@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from odeformer.attention.pairs import Pairs, Sight, fine, needs_rules
+from odeformer.finite import Finite
 from odeformer.positions import Rotary
 from odeformer.tables import at_least
 
@@ -37,7 +38,7 @@ def fused(pairs: Pairs, bias: Tensor | None = None, scale: float | None = None) 
         bias = narrow(bias, query.dtype)
     elif pairs.causal and pairs.mask is None and pairs.window is None and query.shape[2] == key.shape[2] and stands:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-    if pairs.sight is not None:
+    if pairs.sight is not None and pairs.sight.holds(pairs):
         if (term := pairs.sight.term(pairs)) is not None:
             bias = term if bias is None else bias + term
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
@@ -124,10 +125,10 @@ def with_bias(bias: bool | Sequence[str]) -> Sequence[str]:
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
     """The norm in its weights' dtype, which under autocast is not that of x."""
-    return norm(x.to(norm.weight.dtype)).to(x.dtype)
+    return x if isinstance(norm, nn.Identity) else norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
-class Attention(nn.Module):
+class Attention(Finite, nn.Module):
     """softmax(Q K^T / sqrt(head_dim) + bias) V with n_heads heads; ``bias`` is the variant's, here none.
 
     ``n_kv_heads``: heads of key and value, each serving n_heads / n_kv_heads queries (grouped-query attention, Ainslie
@@ -155,7 +156,6 @@ class Attention(nn.Module):
         if qk_norm not in QK_NORMS:
             raise ValueError(f"qk_norm must be one of {', '.join(QK_NORMS)}, got {qk_norm!r}")
         self.n_heads, self.n_kv_heads, self.head_dim, self.window = n_heads, n_kv_heads, d_model // n_heads, window
-        self.qk_norm = qk_norm
         biased = with_bias(bias)
         self.query = nn.Linear(d_model, d_model, bias="query" in biased)
         self.key = nn.Linear(d_model, n_kv_heads * self.head_dim, bias="key" in biased)
@@ -163,12 +163,14 @@ class Attention(nn.Module):
         self.output = nn.Linear(d_model, d_model, bias="output" in biased)
         self.query_norm, self.key_norm = (QK_NORMS[qk_norm](self.head_dim) for _ in range(2))
 
-    finite = True  # finite states give finite results, whatever is hidden
+    takes_sight = True  # whether forward and pairs take the argument ``sight``
     asks_for_plain_keys = False  # whether ``Pairs.plain`` holds the keys before rotary positions
 
     def __init_subclass__(cls, **keywords: object) -> None:
         """A variant that takes ``**shared`` has the options of its base beside its own: its signature says so."""
         super().__init_subclass__(**keywords)
+        cls.takes_sight = all("sight" in p or any(q.kind is q.VAR_KEYWORD for q in p.values()) for p in (
+            inspect.signature(cls.forward).parameters, inspect.signature(cls.pairs).parameters))
         signature = inspect.signature(cls.__init__)
         own = list(signature.parameters.values())[1:]
         if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
@@ -183,15 +185,13 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor) -> Tensor:
         """(batch, tokens, heads * head_dim) -> (batch, heads, tokens, head_dim)."""
-        batch, n, width = x.shape
-        return x.view(batch, n, width // self.head_dim, self.head_dim).transpose(1, 2)
+        shape, size = x.shape, self.head_dim
+        return x.view(*shape[:-1], shape[-1] // size, size).transpose(1, 2)
 
     def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each (batch, heads, tokens, head_dim)."""
         query, key, value = self.heads(self.query(x)), self.heads(self.key(memory)), self.heads(self.value(memory))
-        if self.qk_norm != "none":
-            query, key = normed(self.query_norm, query), normed(self.key_norm, key)
-        return query, key, value
+        return normed(self.query_norm, query), normed(self.key_norm, key), value
 
     @property
     def scale(self) -> float:
@@ -220,18 +220,18 @@ class Attention(nn.Module):
               sight: Sight | None = None) -> Pairs:
         """Queries and keys of a call; the arguments are those of ``forward``."""
         own, memory = memory is None, x if memory is None else memory
-        if sight is None:
-            self.check_states(x, memory)
-            if mask is not None:
-                check_sight(mask, x, memory, slot is not None)
-                x, memory = cleaned(x, memory, mask, own)
+        self.check_states(x, memory)
+        if mask is not None:
+            check_sight(mask, x, memory, slot is not None)
+            x, memory = cleaned(x, memory, mask, own)
         source, key, value = self.project(x, memory)
         query = source
         if rotary is not None:
             query, key = rotary.turn(source), rotary.turn(key)
         if slot is not None:
             key, value = slot(key, value)
-            mask = None if mask is None else mask[..., mask.shape[-1] - key.shape[2]:]
+            if mask is not None and mask.shape[-1] > key.shape[2]:
+                mask = mask[..., mask.shape[-1] - key.shape[2]:]
         group = self.n_heads // self.n_kv_heads
         if group > 1:
             key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -248,7 +248,7 @@ class Attention(nn.Module):
     def check_states(self, x: Tensor, memory: Tensor) -> None:
         """Raises TypeError or ValueError unless both are (batch, tokens, d_model), of one batch."""
         width = self.n_heads * self.head_dim
-        for name, states in (("x", x), ("memory", memory)):
+        for name, states in (("x", x),) if memory is x else (("x", x), ("memory", memory)):
             if not isinstance(states, Tensor) or not states.is_floating_point():
                 raise TypeError(f"{name} must be a floating-point tensor, got "
                                 f"{getattr(states, 'dtype', type(states).__name__)}")
@@ -268,10 +268,11 @@ class Attention(nn.Module):
         last key. ``rotary``: turns queries and keys by their positions, which end at the same.
         ``slot``: gives the keys and values of earlier tokens, too, from this call's; ``mask`` then covers them all.
         ``first``: where the first query stands, for priors on a memory, a number or (batch, 1, 1, 1); None: at 0. A
-        memory's places are counted from its first real token. ``sight``: of the forward pass of a model; for
-        self-attention to finite states, whose output at hidden tokens is dropped (see ``Sight``).
+        memory's places are counted from its first real token. ``sight``: of a model's forward pass, for self-attention
+        whose output at hidden tokens is dropped (see ``Sight``).
         """
-        pairs = self.pairs(x, memory, mask=mask, causal=causal, rotary=rotary, slot=slot, first=first, sight=sight)
+        kept = {} if sight is None else {"sight": sight}
+        pairs = self.pairs(x, memory, mask=mask, causal=causal, rotary=rotary, slot=slot, first=first, **kept)
         blocked = self.window is not None and (mask is None or mask.dim() == 2)
         y = self.attend_in_blocks(pairs) if blocked else self.attend(pairs)
         return self.output(y.transpose(1, 2).flatten(2))

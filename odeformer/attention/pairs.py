@@ -10,23 +10,28 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Sight:
-    """Who sees whom, kept for all evaluations of a forward pass, in which it is the same.
+    """Who sees whom under the ``mask`` of a forward pass, kept for all evaluations of self-attention in it.
 
-    Whoever hands it to self-attention says with it that what the mask hides is finite, so that nothing need be cleaned,
-    and that what comes out at hidden tokens goes nowhere.
+    Whoever hands it on says with it that what comes out at hidden tokens goes nowhere. It holds for no other mask.
     """
 
+    mask: Tensor | None
     kept: dict[tuple, Tensor | None] = field(default_factory=dict)
+
+    def holds(self, pairs: Pairs) -> bool:
+        """Whether the pairs are under this mask."""
+        return pairs.mask is self.mask
 
     def term(self, pairs: Pairs) -> Tensor | None:
         """What is added to the scores, broadcastable to (batch, heads, queries, keys): 0 where a query may look, else
         -inf. A query that sees nothing may look everywhere, as it is hidden itself. None: all see all."""
         if torch.compiler.is_compiling():  # a graph keeps it by itself
             return self._term(pairs)
-        query = pairs.query
-        key = (pairs.causal, pairs.first, pairs.window, query.shape[2], pairs.key.shape[2], query.dtype,
+        query, mask = pairs.query, self.mask
+        changes = None if mask is None or mask.is_inference() else mask._version
+        key = (pairs.causal, pairs.first, pairs.window, query.shape[2], pairs.key.shape[2], query.dtype, changes,
                torch.is_inference_mode_enabled())
         if key not in self.kept:
             self.kept[key] = self._term(pairs)
@@ -39,11 +44,11 @@ class Sight:
             return None
         if pairs.mask is not None:
             seen = seen | ~seen.any(-1, keepdim=True)
-        term = torch.zeros(seen.shape, dtype=pairs.query.dtype, device=seen.device).masked_fill(~seen, float("-inf"))
+        term = torch.zeros(seen.shape, dtype=pairs.query.dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
         return term.expand(*term.shape[:-2], pairs.query.shape[2], -1)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True)
 class Pairs:
     """Queries and keys that meet.
 
