@@ -119,7 +119,7 @@ class AttentionSublayer(Sublayer):
 
     def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
         arguments = context.attention(layer)
-        if getattr(self.core, "takes_sight", False):
+        if getattr(self.core, "takes_sight", False) and getattr(self.placement, "finite", False):
             arguments["sight"] = context.sight
         return self.attend(x, arguments)
 

@@ -26,8 +26,7 @@ class Context:
     ``memory`` (batch, source, d_model) and ``memory_mask``: what cross-attention attends to.
     ``routing``: what experts report. ``moving``: whether weights are functions of l, not the same in all evaluations of
     a layer. ``replayed``: whether the field is evaluated again on the way back. ``compiled``: makes the fields of a
-    compiled model's layers (see ``odeformer.compiled``). ``sight``: who sees whom, kept for all layers, in a
-    pass whose states are 0 at padding; None: they may hold anything there, NaN too.
+    compiled model's layers (see ``odeformer.compiled``). ``sight``: who sees whom, kept for all layers.
     """
 
     mask: Tensor | None = None
@@ -102,7 +101,7 @@ class Context:
         """
         if self.mask is not None:
             real = self.mask.unsqueeze(-1)  # to multiply is several times as fast as to fill
-            known = self.sight is not None and site is not None and site.finite
+            known = self.sight is not None and self.sight.clean and site is not None and site.finite
             k = k * real if known else k.masked_fill(~real, 0)
         return k if self.keep is None else k * self.keep[layer]
 

@@ -19,7 +19,7 @@ from odeformer import (
     Seq2Seq,
     Seq2SeqConfig,
 )
-from odeformer.attention.pairs import Pairs
+from odeformer.attention.pairs import Pairs, Sight
 from odeformer.attention.softmax import SoftmaxAttention
 from odeformer.feedforward import FeedForward as GELU
 from odeformer.norms import Placement
@@ -282,3 +282,12 @@ def test_norms_of_queries_and_keys_may_be_set_on_a_layer():
     q = q / (q.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
     wanted = core.output(((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2))
     assert (core(x) - wanted).abs().max() < 1e-5 < (before - wanted).abs().max()
+
+
+def test_a_pass_that_fails_leaves_no_claim_about_padding():
+    """After it, as after any pass, states may hold anything at padding."""
+    sight = Sight(None)
+    with pytest.raises(KeyError), sight.during(clean=True):
+        assert sight.clean
+        raise KeyError
+    assert not sight.clean and not sight.kept

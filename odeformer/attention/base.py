@@ -221,7 +221,7 @@ class Attention(Finite, nn.Module):
         """Queries and keys of a call; the arguments are those of ``forward``."""
         own, memory = memory is None, x if memory is None else memory
         self.check_states(x, memory)
-        if mask is not None:
+        if mask is not None and not (sight is not None and sight.clean):
             check_sight(mask, x, memory, slot is not None)
             x, memory = cleaned(x, memory, mask, own)
         source, key, value = self.project(x, memory)

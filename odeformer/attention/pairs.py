@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
@@ -10,15 +12,27 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Sight:
     """Who sees whom under the ``mask`` of a forward pass, kept for all evaluations of self-attention in it.
 
     Whoever hands it on says with it that what comes out at hidden tokens goes nowhere. It holds for no other mask.
+    ``clean``: whether states are 0 at hidden tokens, as they are while the pass runs; later they may be anything.
     """
 
     mask: Tensor | None
+    clean: bool = False
     kept: dict[tuple, Tensor | None] = field(default_factory=dict)
+
+    @contextmanager
+    def during(self, clean: bool) -> Iterator[None]:
+        """``clean`` for the block; then nothing is kept."""
+        self.clean = clean
+        try:
+            yield
+        finally:
+            self.clean = False
+            self.kept.clear()
 
     def holds(self, pairs: Pairs) -> bool:
         """Whether the pairs are under this mask."""

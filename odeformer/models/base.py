@@ -129,14 +129,14 @@ class DepthModel(nn.Module):
                 raise ValueError(f"gradient {gradient!r} evaluates the field again in backward, which a cache cannot "
                                  "follow; use torch.no_grad() or gradient 'backprop'")
             reading = cache.begin(len(z), z.shape[1], mask)
-        sight = None if self.compiled is not None else Sight(mask if reading is None else reading.mask)
-        field, context = self._field(z, mask, reading, rotary, memory, memory_mask, sight)
+        sight = Sight(mask if reading is None else reading.mask)
+        field, context = self._field(z, mask, reading, rotary, memory, memory_mask,
+                                     None if self.compiled is not None else sight)
         depth, n_layers = self.config.depth, self.config.n_layers
-        solution = integrate(field, z, self.solver, depth, n_layers, context, save=save, fusion=self.fusion)
+        with sight.during(clean=not context.replayed):
+            solution = integrate(field, z, self.solver, depth, n_layers, context, save=save, fusion=self.fusion)
         if reading is not None:
             reading.end()
-        if sight is not None:
-            sight.kept.clear()
         return solution
 
     def vector_field(self, z: Tensor, mask: Tensor | None = None, *, memory: Tensor | None = None,
