@@ -58,25 +58,28 @@ def find(name: str) -> ModuleType:
 
 
 def run(name: str, *, preset: str, seeds: int | None, resume: bool) -> Path:
-    """Measure every case, writing after each one; returns the results file. Ctrl-C leaves what is done."""
+    """Measure every case; returns the results file. Rows are written after each case, beside the results of earlier
+    runs, which they replace when all are there; Ctrl-C leaves what is done to ``resume``."""
     module = find(name)
     settings = look_up(module.PRESETS, preset, "preset")
     seeds = settings["seeds"] if seeds is None else seeds
     path = store.place(name, preset)
+    begun = path.with_suffix(".part.jsonl")
     about = store.environment() | {"benchmark": name, "preset": preset, "seeds": seeds, "command": command(
         name, preset, seeds)}
-    rows = store.kept_rows(path, preset) if resume else []
+    rows = store.kept_rows(begun if begun.exists() else path, preset) if resume else []
     done = {store.key(row["case"]) for row in rows}
     cases = [{"preset": preset, **case} for case in module.cases(settings, seeds)]
     places = {store.key(case): i for i, case in enumerate(cases)}
     todo = [case for case in cases if store.key(case) not in done]
     rows = [row for row in rows if store.key(row["case"]) in places]
     if not todo:
-        store.write_rows(path, rows)
+        store.write_rows(begun, rows)
     for case, measured in tqdm(measure(module, todo), desc=name, total=len(todo)):
         rows += [{"case": case, **row, "run": about} for row in measured]
         rows.sort(key=lambda row: places[store.key(row["case"])])
-        store.write_rows(path, rows)
+        store.write_rows(begun, rows)
+    begun.replace(path)
     print("\n" + table(module.COLUMNS, module.summary(rows)))
     print(f"\nwrote {shown(path)}")
     return path

@@ -75,12 +75,17 @@ def test_a_stopped_benchmark_keeps_its_rows_and_resumes(tmp_path, monkeypatch, c
     monkeypatch.setattr(runner, "find", lambda name: Module)
     assert benchmarks(["run", "toy"]) == 130
     assert "--resume" in capsys.readouterr().err
-    assert [row["value"] for row in store.read_rows(tmp_path / "toy.jsonl")] == [0, 1]
+    assert [row["value"] for row in store.read_rows(tmp_path / "toy.part.jsonl")] == [0, 1]
+    assert not (tmp_path / "toy.jsonl").exists()
     assert benchmarks(["run", "toy", "--resume"]) == 0
     assert calls == [0, 1, "stop", 2, 3]
     assert [row["value"] for row in store.read_rows(tmp_path / "toy.jsonl")] == [0, 1, 4, 9]
     assert "| 3    | 9     |" in capsys.readouterr().out
     assert (tmp_path / "toy.png").stat().st_size > 1000
+    assert not (tmp_path / "toy.part.jsonl").exists()
+    del calls[:]
+    assert benchmarks(["run", "toy"]) == 130  # a run that is stopped leaves what an earlier one found
+    assert [row["value"] for row in store.read_rows(tmp_path / "toy.jsonl")] == [0, 1, 4, 9]
 
 
 def test_the_tables_in_the_readme_are_those_of_the_committed_results():
