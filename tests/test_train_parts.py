@@ -11,6 +11,7 @@ import torch
 
 from odeformer import BlockConfig, Decoder, DecoderConfig, DepthConfig, Seq2Seq, Seq2SeqConfig, VisionConfig
 from odeformer import VisionEncoder as Vision
+from odeformer import load
 from odeformer.best import Best
 from odeformer.checkpoint import random_states, set_random_states
 from odeformer.data.images import Images
@@ -394,3 +395,9 @@ def test_series_are_cut_to_the_longest_of_a_batch_and_judged_by_what_they_predic
 
     assert numbers.evaluate(Constant()) == {"rmse": pytest.approx(math.sqrt(2 / 3))}
     assert numbers.metric == "rmse" and not numbers.higher
+
+
+def test_loading_the_folder_of_a_run_that_has_not_ended_says_how_to_go_on(tmp_path):
+    (tmp_path / "checkpoint.pt").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match="has not ended: go on with --resume"):
+        load(tmp_path)

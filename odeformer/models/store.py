@@ -78,7 +78,10 @@ def load(folder: str | Path) -> Any:
     folder = Path(folder)
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} holds no {name}; a saved model has config.json and model.safetensors")
+            unfinished = "; it is a training run that has not ended: go on with --resume" if (
+                folder / "checkpoint.pt").exists() else ""
+            raise FileNotFoundError(f"{folder} holds no {name}; a saved model has config.json and model.safetensors"
+                                    f"{unfinished}")
     try:
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         name, values = stored["model"], stored["config"]
