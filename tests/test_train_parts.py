@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from odeformer import BlockConfig, Decoder, DecoderConfig, DepthConfig, Seq2Seq, Seq2SeqConfig, VisionConfig
+from odeformer import BlockConfig, Decoder, DecoderConfig, DepthConfig, Seq2Seq, Seq2SeqConfig, VisionConfig, load
 from odeformer import VisionEncoder as Vision
-from odeformer import load
 from odeformer.best import Best
 from odeformer.checkpoint import random_states, set_random_states
 from odeformer.data.images import Images
