@@ -26,7 +26,7 @@ def walk(solver, f, z, points, dtype=torch.float64):
     evaluator = Evaluator(f, Work())
     piece = Piece(points[0], points[-1], evaluator, (False, False), False)
     memory, trail = solver.init(None), []
-    for step in make_steps(piece, points, solver.nodes, dtype, torch.device("cpu")):
+    for step in make_steps([piece], [points], solver.nodes, dtype, torch.device("cpu"))[0]:
         after, left = solver.step(evaluator, z, step, memory)
         trail.append((z, memory, step))
         z, memory = after, left
