@@ -15,6 +15,7 @@ _HOMES = {
     "odeformer.weights": ["WEIGHTS"],
     "odeformer.fusion": ["FUSIONS"],
     "odeformer.pruning": ["prune"],
+    "odeformer.layout": ["lay_out"],
     "odeformer.calibration": ["calibrate"],
     "odeformer.refit": ["fit", "prolong", "restrict"],
     "odeformer.regularizers": ["REGULARIZERS"],

@@ -27,7 +27,7 @@ from solvers.replay import leaves_of, parts_of
 FINE = 1000  # steps a piece, to the power of the order, from which a fixed grid counts as fine
 
 
-def warn_if_coarse(solver: Solver, placed: Sequence[list[float]]) -> None:
+def warn_if_coarse(solver: Solver, placed: Sequence[Sequence[float]]) -> None:
     """Warn where a piece has fewer than 1000^(1 / order) steps: 1000 of order 1, 32 of order 2, 10 of 3, 6 of 4."""
     n_steps, order = min(len(points) - 1 for points in placed), max(solver.order, 1)
     if n_steps**order < FINE:

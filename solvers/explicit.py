@@ -77,7 +77,7 @@ class ExplicitRungeKutta:
 
     def step(self, f: Evaluator, z: State, step: Step, memory: None) -> tuple[State, None]:
         """The state at step.l + step.h."""
-        return self.finish(z, step.h, self.stages(f, z, step)), None
+        return accumulate(z, step.h, self._weights, self.stages(f, z, step)), None
 
     def finish(self, z: State, h: float, ks: list[State]) -> State:
         """z + h Σ b_i k_i."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.autograd import forward_ad
 from solvers.base import Evaluator, SolverError, State, Step, VectorField, Work
 
 LONGEST_KEPT = 257  # points of a grid that is kept
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def _kept(length: Callable[..., int]) -> Callable[[Callable], Callable]:
@@ -193,19 +195,19 @@ def uniform(l0: float, l1: float, n_steps: int) -> list[float]:
     return [l0 + (l1 - l0) * i / n_steps for i in range(n_steps)] + [l1]
 
 
-def place(pieces: list[Piece], n_steps: int | None, grid: list[float] | None) -> list[list[float]]:
+def place(pieces: list[Piece], n_steps: int | None, grid: list[float] | None) -> tuple[tuple[float, ...], ...]:
     """The depth points of each piece, ends included.
 
     A grid must hold every boundary between pieces. n_steps equal steps are taken where that grid holds the
     boundaries, else n_steps must be a multiple of the number of pieces and each gets as many equal steps.
     """
     bounds = tuple([(piece.l0, piece.l1) for piece in pieces])
-    return [list(points) for points in _place(bounds, n_steps, None if grid is None else tuple(grid))]
+    return _place(bounds, n_steps, None if grid is None else tuple(grid))
 
 
 @_kept(length=lambda bounds, n_steps, grid: len(bounds) + (n_steps or len(grid)))
 def _place(bounds: tuple[tuple[float, float], ...], n_steps: int | None,
-           grid: tuple[float, ...] | None) -> list[list[float]]:
+           grid: tuple[float, ...] | None) -> tuple[tuple[float, ...], ...]:
     points = grid if grid is not None else uniform(bounds[0][0], bounds[-1][1], n_steps)
     near = 1e-9 * abs(points[-1] - points[0]) / len(points)
     placed, at = [], 0
@@ -217,16 +219,16 @@ def _place(bounds: tuple[tuple[float, float], ...], n_steps: int | None,
             at += 1
         if at == len(points) or abs(points[at] - l1) > near:
             break
-        placed.append([*mine, l1])
+        placed.append((*mine, l1))
     if len(placed) == len(bounds):
-        return placed
+        return tuple(placed)
     missing = [l1 for _, l1 in bounds[:-1]]
     if grid is not None:
         raise ValueError(f"grid must hold every depth where f jumps: {missing}; got {list(grid)}")
     if n_steps % len(bounds):
         raise ValueError(f"n_steps must be a multiple of the number of pieces of f ({len(bounds)}, f jumps at "
                          f"{missing}); got {n_steps}")
-    return [uniform(l0, l1, n_steps // len(bounds)) for l0, l1 in bounds]
+    return tuple([tuple(uniform(l0, l1, n_steps // len(bounds))) for l0, l1 in bounds])
 
 
 def _on_device(depths: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -240,7 +242,7 @@ def _on_device(depths: list[float], dtype: torch.dtype, device: torch.device) ->
     return at if device.type == "cpu" else at.to(device, non_blocking=True)
 
 
-def make_steps(pieces: Sequence[Piece], placed: Sequence[list[float]], nodes: tuple[float, ...], dtype: torch.dtype,
+def make_steps(pieces: Sequence[Piece], placed: Sequence[Sequence[float]], nodes: tuple[float, ...], dtype: torch.dtype,
                device: torch.device) -> Sequence[Sequence[Step]]:
     """The steps of each piece, between its depth points ``placed``, with all their depth tensors, made in one go;
     equal depths of a piece are one tensor.
@@ -255,7 +257,7 @@ def make_steps(pieces: Sequence[Piece], placed: Sequence[list[float]], nodes: tu
     if device.type != "cpu" or _is_special():
         return _make_steps.__wrapped__(grid, nodes, dtype, device)[0]
     steps, depths = _make_steps(grid, nodes, dtype, device)
-    if any([x._version or x.requires_grad for x in depths]):  # f has written into them
+    if depths[0]._version or any(map(_REQUIRES_GRAD, depths)):  # f has written into them; they share their version
         return _make_steps.__wrapped__(grid, nodes, dtype, device)[0]
     return steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain, pairwise, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -25,21 +26,23 @@ class Leg(NamedTuple):
     l0: float
     l1: float
     starts: bool
-    wanted: list[float]
+    wanted: Sequence[float]
 
 
-def make_legs(pieces: Sequence[Piece], placed: Sequence[list[float]], nodes: tuple[float, ...],
+def make_legs(pieces: Sequence[Piece], placed: Sequence[Sequence[float]], nodes: tuple[float, ...],
               wanted: Sequence[float], z: State) -> list[Leg]:
     """The legs through the pieces; ``placed``: the depth points of each; ``wanted``: depths, ordered along the span."""
     dtype, device = depth_dtype(z), tensors(z)[0].device
     legs, taken = [], 0
     for piece, points, steps in zip(pieces, placed, make_steps(pieces, placed, nodes, dtype, device), strict=True):
-        for i, step in enumerate(steps):
-            l0, l1 = points[i], points[i + 1]
+        shares = []
+        for l0, l1 in pairwise(points) if wanted else ():
             first = taken
             while taken < len(wanted) and (wanted[taken] - l1) * (l1 - l0) <= 1e-9 * (l1 - l0) ** 2:
                 taken += 1
-            legs.append(Leg(piece, step, l0, l1, i == 0, wanted[first:taken]))
+            shares.append(wanted[first:taken])
+        starts = chain((True,), repeat(False))
+        legs += map(Leg, repeat(piece), steps, points, points[1:], starts, shares or repeat(()))
     return legs
 
 

@@ -68,7 +68,7 @@ def get_solver(solver: str | Solver, **options: Any) -> Solver:
         solver = SOLVERS[solver]
     elif isinstance(solver, type) or not hasattr(solver, "is_adaptive"):
         raise TypeError(f"solver must be a name from SOLVERS or a solver object, got {solver!r}")
-    elif not options:
+    if not options and not (by_name and isinstance(solver, Learned)):
         return solver
     solver, options = _with_engine(solver, options)
     if isinstance(solver, Learned) and by_name:

@@ -110,7 +110,7 @@ def solve(f: VectorField, z0: State, *, span: tuple = UNIT, solver: str | Solver
     if grid is not None:
         grid = read_grid(grid)
         span = (grid[0], grid[-1]) if span is UNIT else span
-    ends = read_span(_detached(span))
+    ends = read_span(span)
     params = check_gradient(solver, gradient, params)
     check_amounts(solver, ends, n_steps, grid, rtol, atol, max_nfe)
     check_mask(mask, z0)
@@ -181,13 +181,6 @@ def _adapt(solver: Solver, pieces: list[Piece], z: State, depths: Sequence[float
     return z, states, taken, report
 
 
-def _detached(span: Any) -> Any:
-    """The span without gradients (reading a number off a tensor that needs one warns)."""
-    if isinstance(span, tuple | list):
-        return tuple(x.detach() if isinstance(x, Tensor) else x for x in span)
-    return span.detach() if isinstance(span, Tensor) else span
-
-
 def _check_span(solver: Solver, pieces: list[Piece]) -> None:
     """Increments carried from a piece with moving ends to one without would mix units of l."""
     if getattr(solver, "across_pieces", False) and len(pieces) > 1 and any(piece.rescaled for piece in pieces):
@@ -223,7 +216,8 @@ def _tolerances(rtol: float | None, atol: float | None, z0: State) -> tuple[floa
     return default if rtol is None else rtol, default * 1e-3 if atol is None else atol
 
 
-def _read_save_at(save_at: Any, ends: tuple[float, float], placed: list[list[float]] | None) -> list[float] | None:
+def _read_save_at(save_at: Any, ends: tuple[float, float],
+                  placed: Sequence[Sequence[float]] | None) -> list[float] | None:
     """Depths to save at, ordered along the span; None where nothing was asked for."""
     if save_at is None:
         return None

@@ -31,6 +31,7 @@ def run(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     args = parser.parse_args(argv)
     import torch
 
+    from odeformer.layout import lay_out
     from odeformer.models import Decoder, load
     from odeformer.processes import single_device
 
@@ -39,6 +40,8 @@ def run(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     if not isinstance(model, Decoder) or tokenizer is None:
         raise ValueError(f"{args.folder} must hold a decoder and its tokenizer.json, as `odeformer train` leaves them "
                          f"for text; it holds a {type(model).__name__}")
+    if device.type == "cpu":
+        lay_out(model)  # each new token is one row
     ids = tokenizer.encode(args.prompt)
     if not ids:
         raise ValueError("--prompt must not be empty")

@@ -8,6 +8,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from torch import Tensor
+
 from odeformer.block import BlockConfig
 from odeformer.depth import DepthConfig
 from odeformer.files import write_atomically, write_json
@@ -55,7 +57,7 @@ def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
 
 def save(model: Any, folder: str | Path) -> None:
     """Write the model into folder; each file appears whole or not at all."""
-    from safetensors.torch import save_model
+    from safetensors.torch import save_file
 
     name = next((name for name, kind in MODELS.items() if type(model) is kind), None)
     if name is None:
@@ -63,8 +65,22 @@ def save(model: Any, folder: str | Path) -> None:
                          f"got {type(model).__name__}")
     folder = Path(folder)
     config = {"model": name, "config": to_dict(model.config)}
-    write_atomically(folder / "model.safetensors", lambda beside: save_model(model, str(beside)))
+    tensors, again = once_each(model)
+    write_atomically(folder / "model.safetensors", lambda beside: save_file(tensors, str(beside), again))
     write_json(folder / "config.json", config)
+
+
+def once_each(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a model by name, row by row in memory; of tied ones the first name, and for each other name that
+    one."""
+    tensors, again, first = {}, {}, {}
+    for name, tensor in sorted(model.state_dict().items()):
+        where = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+        if where in first:
+            again[name] = first[where]
+        else:
+            first[where], tensors[name] = name, tensor.contiguous()
+    return tensors, again
 
 
 def load(folder: str | Path) -> Any:

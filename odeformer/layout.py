@@ -1,0 +1,40 @@
+"""How matrices lie in memory: row by row, as torch makes them, or column by column."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def lay_out(model: Model, *, columns: bool = True) -> Model:
+    """Store the linear maps of the model that lead to as many features as they come from, or more, column by column,
+    in place; ``columns=False``: row by row again. Returns the model.
+
+    A CPU multiplies one row by such a matrix, as writing token by token does, at up to twice the speed; from four rows
+    on it is no faster, or a little slower (``speed`` has the row "weights by columns"). Like
+    ``model.to(memory_format=torch.channels_last)`` it changes strides and no number: outputs agree up to rounding,
+    shared parameters stay shared, gradients, optimizers, copies and files work as before. What needs contiguous
+    parameters, such as ``torch.nn.utils.parameters_to_vector``, wants ``columns=False`` first. New memory is that of
+    one matrix at a time. To be called before data- or tensor-parallel training takes the parameters over.
+
+    Raises TypeError for what is no module, ValueError where a parameter is not a plain tensor on a CPU.
+
+    >>> lay_out(nn.Linear(2, 3)).weight.stride()
+    (1, 3)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    weights = {module.weight for module in model.modules()
+               if isinstance(module, nn.Linear) and module.out_features >= module.in_features}
+    for weight in weights:
+        if weight.device.type != "cpu" or type(weight.data) is not torch.Tensor or weight.layout is not torch.strided:
+            raise ValueError(f"model must have plain parameters on a CPU, got a {type(weight.data).__name__} on "
+                             f"{weight.device}: one row is multiplied as fast either way elsewhere")
+    for weight in weights:
+        data = weight.data
+        weight.data = data.t().contiguous().t() if columns else data.contiguous()
+    return model
