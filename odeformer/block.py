@@ -114,24 +114,26 @@ class Sublayer(nn.Module):
 NEEDS = {"rotary": "rotary positions", "slot": "a key/value cache (cache=None goes without)"}
 
 
+def attend(core: nn.Module, x: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """The core with these arguments. Raises ValueError where an own class has none for what the pass needs."""
+    if not isinstance(core, Attention) and (needed := NEEDS.keys() & arguments.keys()):
+        taken = inspect.signature(core.forward).parameters
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        for name in () if open_ended else needed - taken.keys():
+            raise ValueError(f"attention {type(core).__name__} does not take {NEEDS[name]}: derive it from "
+                             f"odeformer.attention.base.Attention, or give its forward an argument {name!r}")
+    return core(x, **arguments)
+
+
 class AttentionSublayer(Sublayer):
     """Self-attention under the masks of the forward pass."""
 
     def run(self, x: Tensor, context: Context, layer: int) -> Tensor:
-        arguments = context.attention(layer)
-        if getattr(self.core, "takes_sight", False) and getattr(self.placement, "finite", False):
-            arguments["sight"] = context.sight
-        return self.attend(x, arguments)
-
-    def attend(self, x: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """The core with these arguments. Raises ValueError where an own class has none for what the pass needs."""
-        if not isinstance(self.core, Attention) and (needed := NEEDS.keys() & arguments.keys()):
-            taken = inspect.signature(self.core.forward).parameters
-            open_ended = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-            for name in () if open_ended else needed - taken.keys():
-                raise ValueError(f"attention {type(self.core).__name__} does not take {NEEDS[name]}: derive it from "
-                                 f"odeformer.attention.base.Attention, or give its forward an argument {name!r}")
-        return self.core(x, **arguments)
+        arguments, core = context.attention(layer), self.core
+        sight = context.sight
+        if sight is not None and getattr(core, "takes_sight", False) and getattr(self.placement, "finite", False):
+            arguments["sight"] = sight
+        return attend(core, x, arguments)
 
 
 class CrossAttentionSublayer(AttentionSublayer):
@@ -141,7 +143,7 @@ class CrossAttentionSublayer(AttentionSublayer):
         arguments = context.cross_attention(self)
         if isinstance(self.core, Attention):
             arguments["first"] = context.first
-        return self.attend(x, arguments)
+        return attend(self.core, x, arguments)
 
 
 class RoutedSublayer(Sublayer):

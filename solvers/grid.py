@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, wraps
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -14,25 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from solvers.base import Evaluator, SolverError, State, Step, VectorField, Work
+from solvers.kept import kept
 
-LONGEST_KEPT = 257  # points of a grid that is kept
 _REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-def _kept(length: Callable[..., int]) -> Callable[[Callable], Callable]:
-    """A function that keeps its last results, except those whose arguments are longer than LONGEST_KEPT, and except
-    under torch.compile, which warns of lru_cache and keeps them itself. ``__wrapped__`` always makes a new one."""
-    def decorate(function: Callable) -> Callable:
-        keeping = lru_cache(maxsize=32)(function)
-
-        @wraps(function)
-        def call(*key: Any) -> Any:
-            anew = torch.compiler.is_compiling() or length(*key) > LONGEST_KEPT
-            return function(*key) if anew else keeping(*key)
-
-        return call
-
-    return decorate
 
 
 class Piece(NamedTuple):
@@ -166,7 +149,7 @@ def make_pieces(f: VectorField, span: tuple, ends: tuple[float, float], breakpoi
     return pieces
 
 
-@_kept(length=lambda bounds, ends, jumps: len(bounds) + len(jumps))
+@kept(length=lambda bounds, ends, jumps: len(bounds) + len(jumps))
 def _cut(bounds: tuple[tuple[float, float], ...], ends: tuple[float, float],
          jumps: frozenset[float]) -> tuple[tuple[float, float, int], ...]:
     """(l0, l1, number of the field) of each piece of the span, in the direction of integration."""
@@ -205,7 +188,7 @@ def place(pieces: list[Piece], n_steps: int | None, grid: list[float] | None) ->
     return _place(bounds, n_steps, None if grid is None else tuple(grid))
 
 
-@_kept(length=lambda bounds, n_steps, grid: len(bounds) + (n_steps or len(grid)))
+@kept(length=lambda bounds, n_steps, grid: len(bounds) + (n_steps or len(grid)))
 def _place(bounds: tuple[tuple[float, float], ...], n_steps: int | None,
            grid: tuple[float, ...] | None) -> tuple[tuple[float, ...], ...]:
     points = grid if grid is not None else uniform(bounds[0][0], bounds[-1][1], n_steps)
@@ -268,7 +251,7 @@ def _is_special() -> bool:
             or torch._C._functorch.maybe_current_level() is not None)
 
 
-@_kept(length=lambda grid, *_: sum([len(points) for points, _ in grid]))
+@kept(length=lambda grid, *_: sum([len(points) for points, _ in grid]))
 def _make_steps(grid: tuple, nodes: tuple[float, ...], dtype: torch.dtype,
                 device: torch.device) -> tuple[list[list[Step]], list[Tensor]]:
     """The steps of each piece, and all depth tensors; ``grid``: points, and the interval in which to stay, of each."""

@@ -7,11 +7,22 @@ from typing import Any, ClassVar
 
 from solvers.base import Evaluator, Solver, State, Step
 from solvers.explicit import METHODS as RUNGE_KUTTA
+from solvers.kept import kept
 from solvers.tableau import Tableau
 
 GRADIENTS = ("backprop", "checkpoint", "checkpoint_recursive", "adjoint")
 Window = tuple[float, float]  # (from, to) as fractions of the step
 WHOLE: Window = (0.0, 1.0)
+
+
+@kept(length=lambda windows, nodes: len(windows) * len(nodes))
+def _clocks(windows: tuple[Window, ...], nodes: tuple[float, ...]) -> tuple[tuple[float, ...], tuple]:
+    """The nodes of a step of which a base method with ``nodes`` takes each window, and for each window which of them
+    are its own; None: all of them."""
+    depths = [[start + c * (stop - start) for c in nodes] for start, stop in windows]
+    every = tuple(sorted({x for row in depths for x in row}))
+    return every, tuple([None if window == WHOLE and len(row) == len(every) else tuple(map(every.index, row))
+                         for window, row in zip(windows, depths, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -56,14 +67,10 @@ class Splitting:
                              "does (wrap the other way round for a reversible method: Reversible(LieTrotter(base)))")
         if base.is_adaptive:
             raise ValueError(f"base must be a fixed-step solver; {base.name} is adaptive")
-        depths = [[start + c * (stop - start) for c in base.nodes] for start, stop in self.windows]
-        nodes = tuple(sorted({x for row in depths for x in row}))
         put = object.__setattr__
         put(self, "base", base)
-        put(self, "nodes", nodes)
-        at = tuple(tuple(nodes.index(x) for x in row) for row in depths)
-        put(self, "_at", tuple(None if window == WHOLE and len(mine) == len(nodes) else mine
-                               for window, mine in zip(self.windows, at, strict=True)))
+        for name, value in zip(("nodes", "_at"), _clocks(self.windows, base.nodes), strict=True):
+            put(self, name, value)
 
     @property
     def name(self) -> str:
@@ -112,7 +119,7 @@ class Splitting:
     def step(self, f: Evaluator, z: State, step: Step, memory: Any) -> tuple[State, Any]:
         """The state at step.l + step.h."""
         parts, base = f.parts, self.base
-        memories = [base.init(None) for _ in parts] if memory is None else list(memory)
+        memories = [base.init(None)] * len(parts) if memory is None else list(memory)
         l, h, at = step
         for part, window in self.schedule(len(parts)):
             inner, mine = step, self._at[window]
