@@ -82,7 +82,7 @@ def test_it_is_written_with_trained_copied_saved_and_loaded_as_before(kind, tmp_
 
 
 def test_what_cannot_be_laid_out_is_refused_and_left_alone():
-    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got dict"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
         lay_out({})
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3, device="meta"))
     with pytest.raises(ValueError, match="on a CPU, got a Tensor on meta"):

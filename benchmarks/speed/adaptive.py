@@ -16,7 +16,8 @@ from solvers import get_solver, solve
 SHAPE, ROWS = (8, 32, 64), 64
 WRAPPER, PER_SAMPLE, STIFF = 1.02, 0.7, 0.2
 RTOL, ATOL = 1e-5, 1e-7
-LOOSER = (48.0, 32.0, 24.0, 16.0, 12.0, 8.0, 6.0, 4.0, 3.0, 2.0, 1.5)  # tolerances tried for an error like a peer's, in multiples
+LOOSER = (48.0, 32.0, 24.0, 16.0, 12.0, 8.0, 6.0, 4.0, 3.0, 2.0, 1.5)  # multiples of the tolerance, tried until our
+# error is no more than a peer's
 MOST = 1_000_000  # evaluations: no solve here is meant to stop for want of them
 
 

@@ -43,7 +43,8 @@ def gpt2(d_model: int, n_layers: int, tokens: torch.Tensor, n: int) -> Callable[
 
 
 def measure(case: dict[str, Any], rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Whole texts in turn; ours also with its weights laid out for single rows (``lay_out``). Raises AssertionError where Euler and the plain decoder write different ones."""
+    """Whole texts in turn; ours also with its weights laid out for single rows (``lay_out``). Raises AssertionError
+    where Euler and the plain decoder write different ones."""
     torch.manual_seed(0)
     size, n = SIZES[case["size"]], case["new_tokens"]
     d_model, n_layers = size["d_model"], size["n_layers"]
