@@ -60,6 +60,8 @@ def study(page: Page, name: str) -> None:
                         "configurations pale. Time is that of an update, of models with weights held that of an "
                         "evaluation.", run["command"])
     page.table(module.COLUMNS, module.summary(rows), caption=f"{name}: {len(rows)} rows measured")
+    if failed := store.failures(store.path_of(name)):
+        page.paragraph(failed)
     page.paragraph(made_with(rows))
 
 

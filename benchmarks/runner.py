@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib import import_module
 from pathlib import Path
@@ -59,7 +59,8 @@ def find(name: str) -> ModuleType:
 
 def run(name: str, *, preset: str, seeds: int | None, resume: bool) -> Path:
     """Measure every case; returns the results file. Rows are written after each case, beside the results of earlier
-    runs, which they replace when all are there; Ctrl-C leaves what is done to ``resume``."""
+    runs, which they replace when all are there; Ctrl-C leaves what is done to ``resume``. A run whose numbers become
+    infinite or NaN is left out, and said so. Raises ValueError where that is all of them."""
     module = find(name)
     settings = look_up(module.PRESETS, preset, "preset")
     seeds = settings["seeds"] if seeds is None else seeds
@@ -80,6 +81,10 @@ def run(name: str, *, preset: str, seeds: int | None, resume: bool) -> Path:
         rows.sort(key=lambda row: places[store.key(row["case"])])
         store.write_rows(begun, rows)
     begun.replace(path)
+    if failed := store.failures(path):
+        print("\n" + failed)
+    if not (rows := store.read_rows(path)):
+        raise ValueError(f"{name}: no run gave numbers; {shown(path)} says why")
     print("\n" + table(module.COLUMNS, module.summary(rows)))
     print(f"\nwrote {shown(path)}")
     return path
@@ -96,15 +101,25 @@ def measure(module: ModuleType, cases: list[dict[str, Any]]) -> Iterator[tuple[d
     if workers <= 1:
         if module.WORKERS > 1:  # as beside others
             one_thread()
-        yield from ((case, module.measure(case)) for case in cases)
+        yield from ((case, attempt(module.measure, case)) for case in cases)
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=one_thread)
     try:
-        futures = {pool.submit(module.measure, case): case for case in cases}
+        futures = {pool.submit(attempt, module.measure, case): case for case in cases}
         for future in as_completed(futures):
             yield futures[future], future.result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def attempt(measure: Callable[[dict[str, Any]], list[dict[str, Any]]], case: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a case; one that says so where its numbers became infinite or NaN, so that the others go on."""
+    from solvers import SolverError
+
+    try:
+        return measure(case)
+    except (FloatingPointError, SolverError) as error:
+        return [{"failed": str(error)}]
 
 
 def one_thread() -> None:

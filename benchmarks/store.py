@@ -1,7 +1,8 @@
 """Results on disk: JSON lines, one row a line with all that made it.
 
 A row is ``{"case": its factors, ...what was measured..., "run": preset, seeds, command, versions, machine, revision}``,
-so that it can be read alone: ``pandas.read_json(path, lines=True)``.
+so that it can be read alone: ``pandas.read_json(path, lines=True)``. That of a run whose numbers became infinite or NaN
+has "failed", what was said then, in place of what was measured.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def place(name: str, preset: str) -> Path:
     """Where a run of a preset goes: with the results, or in a folder of the preset's own where those are of a larger
     one, which it does not replace."""
     path = path_of(name)
-    there = read_rows(path)[0]["run"]["preset"] if path.exists() and path.stat().st_size else preset
+    there = every_row(path)[0]["run"]["preset"] if path.exists() and path.stat().st_size else preset
     smaller = preset in RANK and there in RANK and RANK.index(preset) < RANK.index(there)
     return RESULTS / preset / path.name if smaller else path
 
@@ -44,6 +45,20 @@ def key(case: dict[str, Any]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
+    """What was measured: the rows of a results file without those of runs that failed. Raises as ``every_row``."""
+    return [row for row in every_row(path) if "failed" not in row]
+
+
+def failures(path: Path) -> str:
+    """A sentence about the runs of a results file that failed, with what each said; "" where there are none."""
+    rows = every_row(path)
+    failed = [row for row in rows if "failed" in row]
+    told = (f"{', '.join(f'{name} {x}' for name, x in row['case'].items() if name != 'preset')}: {row['failed']}"
+            for row in failed)
+    return f"{len(failed)} of {len(rows)} runs failed and are left out: {'; '.join(told)}." if failed else ""
+
+
+def every_row(path: Path) -> list[dict[str, Any]]:
     """The rows of a results file. Raises FileNotFoundError with the command that makes it, ValueError for a line that
     is not JSON."""
     if not path.exists():
@@ -59,7 +74,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def kept_rows(path: Path, preset: str) -> list[dict[str, Any]]:
     """Rows of an earlier run of the same preset."""
-    return [row for row in read_rows(path) if row["case"]["preset"] == preset] if path.exists() else []
+    return [row for row in every_row(path) if row["case"]["preset"] == preset] if path.exists() else []
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -25,7 +25,10 @@ def fill(text: str) -> str:
 
     def block(match: re.Match) -> str:
         module = runner.find(match[1])
-        body = table(module.COLUMNS, module.summary(store.read_rows(store.path_of(match[1]))))
+        path = store.path_of(match[1])
+        body = table(module.COLUMNS, module.summary(store.read_rows(path)))
+        if failed := store.failures(path):
+            body += f"\n\n{failed}"
         return f"<!-- results: {match[1]} -->\n{body}\n<!-- end -->"
 
     text = re.sub(r"<!-- results: (\w+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)

@@ -213,8 +213,9 @@ def curve(calls: dict[int, Callable[[], Any]]) -> Curve:
 
 
 def product(m: int, n: int, room: int) -> Callable[[], Tensor]:
-    """(m, n) times (n, n), the latter others each time until so many bytes have been gone through."""
-    a, others = torch.randn(m, n), cycle(torch.randn(max(1, min(MOST, room // (4 * n * n))), n, n).unbind())
+    """(m, n) times (n, n), the latter others each time until so many bytes have been gone through; they lie in memory
+    as the weights of a linear map do, by which a single row costs up to twice what it would the other way round."""
+    a, others = torch.randn(m, n), cycle(torch.randn(max(1, min(MOST, room // (4 * n * n))), n, n).mT.unbind())
     return lambda: a @ next(others)
 
 
