@@ -53,8 +53,8 @@ ALIKE = {  # operations that cost what another does; all others cost what adding
     "_softmax": ("_log_softmax", "softmax", "logsumexp"),
     "_softmax_backward_data": ("_log_softmax_backward_data",),
     "sum": ("mean", "linalg_vector_norm", "amax", "amin", "aminmax", "argmax", "var_mean"),
-    "copy": ("clone", "copy_", "cat", "stack", "index", "index_select", "gather", "scatter", "embedding",
-             "embedding_dense_backward", "index_put", "index_put_", "index_add", "repeat", "constant_pad_nd",
+    "copy": ("clone", "cat", "stack", "index", "index_select", "gather", "scatter", "embedding",
+             "embedding_dense_backward", "index_put", "index_add", "repeat", "constant_pad_nd",
              "slice_backward", "select_backward", "unfold_backward"),
 }
 KIND = {name: kind for kind, names in ALIKE.items() for name in names} | {kind: kind for kind in FLOWS}
@@ -110,7 +110,7 @@ class Machine:
         if op.kind in ("attention", "attention_backward"):
             heads, queries, keys, head_dim = op.size
             return getattr(self, op.kind).seconds(heads, head_dim, queries * keys)
-        kind = KIND.get(op.kind, "add")
+        kind = KIND.get(op.kind.rstrip("_"), "add")  # in place costs the same
         return read_off(self.flows[kind], op.size[1] if kind == "add" else op.size[0])
 
     def seconds(self, counts: Counter[Operation], n_steps: int, way: str, weights: int) -> float:

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # matrix products -> where their first matrix stands
+# matrix products -> where their first matrix stands
+PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
 # operations that move no numbers
 VIEWS = frozenset({
     "_unsafe_view", "_reshape_alias", "alias", "as_strided", "detach", "diagonal", "empty", "empty_like", "expand",

@@ -299,7 +299,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("tables", ["qkv", "qk", "v"])
 def test_eqs_11_12_no_tensor_of_tokens_by_tokens_by_head_dim_is_made(tables):
-    n, heads, head_dim = 64, 2, 32
+    n, heads, head_dim = 256, 2, 32
     attention = ATTENTION["relative"](heads * head_dim, heads, max_distance=4, tables=tables)
     with Largest() as largest:
         attention(torch.randn(1, n, heads * head_dim)).sum().backward()

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from odeformer.attention.base import Attention, weighted
+from odeformer.attention.offsets import Offsets, collect, spread
 from odeformer.attention.pairs import Pairs, fine
+from odeformer.attention.tiled import Attend
 from odeformer.tables import at_least
 
+MANY = 2**16  # pairs of a head from which tiles are faster
 TABLES = {"q": "query_table", "k": "key_table", "v": "value_table"}
 
 
@@ -20,7 +23,7 @@ class RelativeAttention(Attention):
     PE_ij is row clip(j − i, ±max_distance) of a learned table (2 max_distance + 1, head_dim), row 0 being offset
     −max_distance; the heads share it. ``tables``: which of "q", "k", "v" have one (parameters ``query_table``,
     ``key_table``, ``value_table``; None for the others). No (queries x keys x head_dim) tensor is made: products with
-    the table's rows are gathered, and weights of equal offset added up.
+    the table's rows are spread over the pairs, and weights of equal offset added up.
 
     Under rotary positions only q · k is turned; products with the tables take queries and keys as they were, or they
     would depend on more than j − i.
@@ -44,33 +47,38 @@ class RelativeAttention(Attention):
         """Whether there is a table for queries."""
         return self.query_table is not None
 
-    def rows(self, pairs: Pairs) -> Tensor:
-        """Which row of the tables each pair uses: shaped like ``pairs.offset``, int64."""
-        k = self.max_distance
-        return pairs.offset.clamp(-k, k) + k
+    def terms(self, pairs: Pairs) -> tuple[Tensor | None, Tensor | None]:
+        """What rows of the tables add to the scores: q_i · PE^k + PE^q · PE^k by query (batch, heads, queries, rows),
+        PE^q · k_j by key (batch, heads, keys, rows), over sqrt(head_dim); None without such tables."""
+        by_query = by_key = None
+        if self.key_table is not None:
+            by_query = pairs.source @ self.key_table.mT
+            if self.query_table is not None:
+                by_query = by_query + (self.query_table * self.key_table).sum(-1)
+            by_query = by_query * self.scale
+        if self.query_table is not None:
+            by_key = (pairs.key if pairs.plain is None else pairs.plain) @ self.query_table.mT * self.scale
+        return by_query, by_key
 
     def bias(self, pairs: Pairs) -> Tensor | None:
         """(q_i · PE^k_ij + PE^q_ij · k_j + PE^q_ij · PE^k_ij) / sqrt(head_dim); None without such tables."""
-        rows, bias = self.rows(pairs), None
-        query, key = pairs.source, pairs.key if pairs.plain is None else pairs.plain
-        if self.key_table is not None:  # all small, until the last line
-            products = query @ self.key_table.mT  # (batch, heads, queries, rows of the table)
-            if self.query_table is not None:
-                products = products + (self.query_table * self.key_table).sum(-1)
-            bias = (products * self.scale).gather(-1, rows.expand(*query.shape[:2], -1, -1))
-        if self.query_table is not None:
-            products = key @ self.query_table.mT * self.scale
-            other = products.gather(-1, rows.mT.expand(*key.shape[:2], -1, -1)).mT
-            bias = other if bias is None else bias + other
-        return bias
+        by_query, by_key = self.terms(pairs)
+        return None if by_query is None and by_key is None else spread(by_query, by_key, pairs, self.max_distance)
 
     def attend(self, pairs: Pairs) -> Tensor:
-        """Through the fused kernel where the values have no table."""
+        """Through the fused kernel, which has no place for a table of the values; with one, tile by tile where there
+        are many pairs (see ``Offsets.of``)."""
         if self.value_table is None:
             return super().attend(pairs)
-        weights, rows = self.weights(pairs), self.rows(pairs)
-        at_offset = weights.new_zeros(*weights.shape[:3], len(self.value_table))
-        at_offset = at_offset.scatter_add(-1, rows.expand(*weights.shape[:2], -1, -1), weights)
-        placed = at_offset @ self.value_table.to(fine(self.value_table.dtype))
+        offsets, seen = Offsets.of(pairs, self.max_distance, MANY), pairs.seen
+        if offsets is not None:
+            if seen is not None:
+                seen = seen.expand(*(1, 1, *seen.shape)[-4:-2], offsets.n, offsets.m)
+            lines = (None if x is None else x.flatten(0, 1)
+                     for x in (pairs.query, pairs.key, pairs.value, *self.terms(pairs)))
+            y = Attend.apply(*lines, self.value_table, seen, offsets, self.scale)
+            return y.unflatten(0, pairs.query.shape[:2])
+        weights = self.weights(pairs)
+        placed = collect(weights, pairs, self.max_distance) @ self.value_table.to(fine(self.value_table.dtype))
         y = weighted(weights, pairs.value)
         return (y + placed).to(y.dtype)
