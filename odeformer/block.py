@@ -19,7 +19,7 @@ from odeformer.context import Context
 from odeformer.feedforward import FEEDFORWARD
 from odeformer.norms import NORMS
 from odeformer.own import own
-from odeformer.tables import at_least, build, look_up, probability
+from odeformer.tables import at_least, build, check_kinds, known_options, look_up, probability
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class BlockConfig:
     init_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         from odeformer.init import INITIALIZERS
         from odeformer.positions import POSITIONS
 
@@ -71,6 +72,7 @@ class BlockConfig:
                             (FEEDFORWARD, "feedforward"), (NORMS, "norm"), (COUPLINGS, "coupling"),
                             (POSITIONS, "position"), (INITIALIZERS, "init")):
             look_up(table, getattr(self, name), name)
+        known_options(ATTENTION, self.cross_attention, "cross_attention", self.cross_attention_options, 2)
         self._check_pairs()
 
     def _check_pairs(self) -> None:

@@ -18,7 +18,7 @@ from odeformer.context import Context
 from odeformer.fusion import FUSIONS, Fusion
 from odeformer.layer_drop import DRAWS, SCHEDULES
 from odeformer.routing import RoutingLog, RoutingReport, Withheld
-from odeformer.tables import at_least, look_up, probability
+from odeformer.tables import at_least, check_kinds, finite, look_up, probability
 from odeformer.weights import WEIGHTS
 from solvers import Solution, SolverError, solve
 from solvers.base import HALF
@@ -84,6 +84,7 @@ class DepthConfig:
     injection: bool = False
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         at_least("steps_per_layer", self.steps_per_layer, 1)
         if self.n_steps is not None:
             at_least("n_steps", self.n_steps, 1)
@@ -93,8 +94,6 @@ class DepthConfig:
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} must not both be given; got {', '.join(map(str, given.values()))}")
         probability("steer", self.steer)
-        if not isinstance(self.injection, bool):
-            raise TypeError(f"injection must be a bool, got {self.injection!r}")
         look_up(WEIGHTS, self.weights, "weights")
         if self.fusion is not None:
             look_up(FUSIONS, self.fusion, "fusion")
@@ -102,7 +101,7 @@ class DepthConfig:
             raise ValueError(f"fusion_options are for a fusion, and fusion is None; got {dict(self.fusion_options)}")
         probability("layer_drop", self.layer_drop)
         for name, table in (("layer_drop_per", DRAWS), ("layer_drop_schedule", SCHEDULES)):
-            if getattr(self, name) not in table:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in table:
                 raise ValueError(f"{name} must be one of {', '.join(table)}, got {getattr(self, name)!r}")
         solver = self.make_solver()
         for name in given:
@@ -116,8 +115,8 @@ class DepthConfig:
             value = getattr(self, name)
             if value is not None and not solver.is_adaptive:
                 raise ValueError(f"{name} is for adaptive solvers; {solver.name!r} takes fixed steps")
-            if value is not None and not (isinstance(value, int | float) and value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+            if value is not None:
+                finite(name, value, least=0)
 
     def make_solver(self, **shape: int) -> Any:
         """The solver, with its options. One with learned coefficients is a module, made anew.

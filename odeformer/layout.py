@@ -21,20 +21,24 @@ def lay_out(model: Model, *, columns: bool = True) -> Model:
     parameters, such as ``torch.nn.utils.parameters_to_vector``, wants ``columns=False`` first. New memory is that of
     one matrix at a time. To be called before data- or tensor-parallel training takes the parameters over.
 
-    Raises TypeError for what is no module, ValueError where a parameter is not a plain tensor on a CPU.
+    Raises TypeError for what is no module, ValueError where a weight is not a plain parameter on a CPU.
 
     >>> lay_out(nn.Linear(2, 3)).weight.stride()
     (1, 3)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    weights = {module.weight for module in model.modules()
-               if isinstance(module, nn.Linear) and module.out_features >= module.in_features}
-    for weight in weights:
+    wide = {name: module for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and module.out_features >= module.in_features}
+    for name, module in wide.items():
+        weight = module._parameters.get("weight")
+        if weight is None:
+            raise ValueError(f"model must have plain weights, and that of {name} is computed from others (by a "
+                             "parametrization?)")
         if weight.device.type != "cpu" or type(weight.data) is not torch.Tensor or weight.layout is not torch.strided:
             raise ValueError(f"model must have plain parameters on a CPU, got a {type(weight.data).__name__} on "
                              f"{weight.device}: one row is multiplied as fast either way elsewhere")
-    for weight in weights:
+    for weight in {module.weight for module in wide.values()}:
         data = weight.data
         weight.data = data.t().contiguous().t() if columns else data.contiguous()
     return model

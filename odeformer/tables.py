@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -31,15 +32,34 @@ def build(table: Mapping[str, Any], key: Any, what: str, *args: Any, options: Ma
 
     ``shape``: what the model knows (``n_layers``), for entries that have such an option and were not given it.
     """
-    entry, options = look_up(table, key, what), dict(options or {})
-    parameters = inspect.signature(entry).parameters.values()
-    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][len(args):]
+    options = dict(options or {})
+    known = known_options(table, key, what, options, len(args))
+    entry = look_up(table, key, what)
+    return entry(*args, **{name: value for name, value in (shape or {}).items() if name in known} | options)
+
+
+def known_options(table: Mapping[str, Any], key: Any, what: str, options: Iterable[str], n: int) -> list[str]:
+    """The options that the entry has beside its first n arguments. Raises ValueError where one of ``options`` is none
+    of them."""
+    parameters = inspect.signature(look_up(table, key, what)).parameters.values()
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][n:]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for option in options:
         if option not in known and not open_ended:
-            listed = ", ".join(known) or "none"
-            raise ValueError(f"unknown option {option!r} for {what} {key!r}; known: {listed}")
-    return entry(*args, **{name: value for name, value in (shape or {}).items() if name in known} | options)
+            raise ValueError(f"unknown option {option!r} for {what} {key!r}; known: {', '.join(known) or 'none'}")
+    return known
+
+
+def check_kinds(config: Any) -> None:
+    """Raises TypeError unless the fields of a dataclass that are declared ``bool`` hold one, and those declared
+    ``Mapping[...]`` a mapping."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if f.type == "bool" and not isinstance(value, bool):
+            raise TypeError(f"{f.name} must be a bool, got {value!r}")
+        absent = value is None and f.type.endswith("| None")
+        if f.type.startswith("Mapping[") and not (absent or isinstance(value, Mapping)):
+            raise TypeError(f"{f.name} must map names to values, got {value!r}")
 
 
 def at_least(name: str, value: Any, least: int) -> None:

@@ -76,6 +76,8 @@ class TrainConfig:
             at_least(name, getattr(self, name), 1)
         for name in ("seed", "warmup"):
             at_least(name, getattr(self, name), 0)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}")
         for name in ("validate_every", "patience"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from solvers.base import Evaluator, SolverError, State, Work, depth_dtype, tensors
+from solvers.checks import refuse_transforms
 from solvers.coefficients import ADAPTIVE
 from solvers.engine import engine
 from solvers.grid import Piece, Rescaled
@@ -35,6 +36,8 @@ from solvers.stepsize import (
     starting_step,
 )
 from solvers.tableau import Tableau
+
+BY_VALUES = "adaptive solvers choose their steps by the values"
 
 
 class Record(NamedTuple):
@@ -119,6 +122,8 @@ class Adaptive:
         Two evaluations choose the first step (one if it is given), one begins each further piece, then n_stages - 1 a
         trial step of an FSAL tableau and n_stages of another. Raises SolverError; ValueError for a norm beside a mask.
         """
+        for x in tensors(z):
+            refuse_transforms(x, BY_VALUES)
         run = _Run(self, z, mask, rtol, atol, work)
         y, h = run.begin(z, pieces[0].l0), self.first_step
         saved: list[State] = []
@@ -214,6 +219,7 @@ class _Function:
         self.y, clock, run = y, self.clock, self.run
         t = torch.tensor(clock.start, dtype=torch.float64, device=y.device)
         k, length = self(t, y), clock.stop - clock.start
+        refuse_transforms(k, BY_VALUES)
         if share := bad_share(run.unpack(k), run.real):
             raise self.failure(f"f is not finite at the start of the piece ({share:.1%} of its entries)",
                                "check the weights and the input")

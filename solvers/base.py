@@ -123,7 +123,7 @@ class Evaluator:
                 raise_shape(z, k)
             if k.dtype is not z.dtype:
                 k = fit(k, z)
-        elif not isinstance(k, tuple) or [x.shape for x in k] != [x.shape for x in z]:
+        elif not isinstance(k, tuple) or [getattr(x, "shape", None) for x in k] != [x.shape for x in z]:
             raise_shape(z, k)
         else:
             k = tuple(fit(x, y) for x, y in zip(k, z, strict=True))
@@ -153,7 +153,7 @@ def raise_shape(z: State, k: Any) -> None:
     def shapes(x: Any) -> Any:
         if isinstance(x, Tensor):
             return tuple(x.shape)
-        return [shapes(y) for y in x] if isinstance(x, list | tuple) else type(x).__name__
+        return f"a {type(x).__name__} of {[shapes(y) for y in x]}" if isinstance(x, list | tuple) else type(x).__name__
 
     error = ValueError if isinstance(k, Tensor | tuple) else TypeError
     raise error(f"f must return an increment shaped like the state: z is {shapes(z)}, f(z, l) is {shapes(k)}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from solvers.base import Solver, SolverError, State, Work, tensors
 
@@ -17,6 +18,13 @@ def is_traced(z: State) -> bool:
         return True
     return any([torch._C._functorch.is_functorch_wrapped_tensor(x) or
                 (x.is_cuda and torch.cuda.is_current_stream_capturing()) for x in tensors(z)])
+
+
+def refuse_transforms(x: Tensor, why: str = "implicit solvers iterate until the values suffice") -> None:
+    """Raises NotImplementedError within torch.func transforms and forward-mode derivatives of x."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(f"{why}, so neither torch.func transforms nor forward-mode derivatives pass through "
+                                  "them; use torch.autograd")
 
 
 def real(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -74,7 +82,8 @@ def check_amounts(solver: Solver, ends: tuple[float, float], n_steps: Any, grid:
                 raise ValueError(f"{name} is for fixed-step solvers; {solver.name!r} chooses its steps from rtol and "
                                  "atol")
         for name, value in (("rtol", rtol), ("atol", atol)):
-            if value is not None and not (isinstance(value, int | float) and value >= 0 and math.isfinite(value)):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
         if rtol == 0 and atol == 0:
             raise ValueError("rtol and atol must not both be 0")

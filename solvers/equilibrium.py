@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from solvers.base import Evaluator, SolverError, State, Work, depth_dtype, tensors
+from solvers.checks import refuse_transforms
 from solvers.gradients import Report
 from solvers.grid import Piece
-from solvers.implicit import refuse_transforms, resolution
+from solvers.implicit import resolution
 from solvers.nonlinear import check_count, check_fraction
 from solvers.root import differentiable_root
 from solvers.stepsize import NOISY, bad_share, is_noisy, quiet, real_entries

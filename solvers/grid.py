@@ -111,10 +111,10 @@ def read_grid(grid: Any) -> list[float]:
     steps = [y - x for x, y in pairwise(points)]
     if not steps or not (all(h > 0 for h in steps) or all(h < 0 for h in steps)):
         raise ValueError(f"grid must hold at least two points, strictly increasing or decreasing; got {points}")
-    if isinstance(grid, Tensor) and grid.dtype != torch.float64:  # an even grid in low precision is meant to be even
-        even = uniform(points[0], points[-1], len(points) - 1)
-        near = 4 * torch.finfo(grid.dtype).eps * max(abs(points[0]), abs(points[-1]))
-        if all(abs(x - y) <= near for x, y in zip(points, even, strict=True)):
+    if isinstance(grid, Tensor) and grid.is_floating_point() and grid.dtype != torch.float64:
+        even, near = uniform(points[0], points[-1], len(points) - 1), 2 * torch.finfo(grid.dtype).eps
+        h = abs(even[1] - even[0])  # what differs by rounding alone is meant to be even
+        if all(abs(x - y) <= near * max(abs(y), h) for x, y in zip(points, even, strict=True)):
             return even
     return points
 

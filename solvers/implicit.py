@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from solvers.base import Evaluator, SolverError, State, Step, depth_dtype, tensors
+from solvers.checks import refuse_transforms
 from solvers.nonlinear import Nonlinear, check_count, check_fraction, get_nonlinear
 from solvers.root import differentiable_root
 from solvers.tableau import Tableau
@@ -170,12 +170,6 @@ class _Stages:
     def error(self, what: str, advice: str) -> SolverError:
         """A SolverError for the step under way."""
         return SolverError(what, l=self.step.l, h=self.step.h, nfe=self.f.work.total, advice=advice)
-
-
-def refuse_transforms(x: Tensor) -> None:
-    if torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None:
-        raise NotImplementedError("implicit solvers iterate until the values suffice, so neither torch.func transforms "
-                                  "nor forward-mode derivatives pass through them; use torch.autograd")
 
 
 def _advice(name: str) -> str:

@@ -110,7 +110,8 @@ class Splitting:
         if self.base.nfe is None:
             return None
         visits = [sum(part == i for part, _ in self.schedule(n_parts)) for i in range(n_parts)]
-        return sum(self.base.nfe(n_steps * v) for v in visits) / n_parts
+        inner = {"n_parts": 1} if isinstance(self.base, Splitting) else {}
+        return sum(self.base.nfe(n_steps * v, **inner) for v in visits) / n_parts
 
     def init(self, memory: tuple | None) -> tuple | None:
         """One base memory a part, made at the first step."""
@@ -119,7 +120,8 @@ class Splitting:
     def step(self, f: Evaluator, z: State, step: Step, memory: Any) -> tuple[State, Any]:
         """The state at step.l + step.h."""
         parts, base = f.parts, self.base
-        memories = [base.init(None)] * len(parts) if memory is None else list(memory)
+        fresh = memory is None or len(memory) != len(parts)  # of a piece with other parts nothing can be remembered
+        memories = [base.init(None)] * len(parts) if fresh else list(memory)
         l, h, at = step
         for part, window in self.schedule(len(parts)):
             inner, mine = step, self._at[window]
@@ -201,8 +203,8 @@ class Yoshida4(Splitting):
     @property
     def order(self) -> int:
         """Order for two or more parts."""
-        if self.base.order != 2 or getattr(self.base, "n_history", 0):
-            return super().order
+        if self.base.order != 2 or getattr(self.base, "n_history", 0) or self.base.is_reversible:
+            return super().order  # reversible methods carry more than the state, which does not compose
         return 4 if _is_self_adjoint(getattr(self.base, "tableau", None)) else 3
 
     def schedule(self, n_parts: int) -> list[tuple[int, int]]:

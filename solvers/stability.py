@@ -257,8 +257,8 @@ def _form(solver: str | Solver | Tableau) -> _Quotient | _Recurrence:
     if isinstance(tableau, Tableau):
         return _Quotient(tableau)
     raise ValueError(f"{solver.name!r} has no stability region in one h λ: it has neither a tableau nor a "
-                     "characteristic polynomial for z' = λ z (a splitting method acts on the parts of f, each of which "
-                     "may have a λ of its own: ask about its base method)")
+                     "characteristic polynomial for z' = λ z. Ask about the method that it is made of: a splitting "
+                     "method acts on parts of f, each of which may have a λ of its own")
 
 
 def _read(hλ: Any) -> np.ndarray:

@@ -36,6 +36,7 @@ def linear(matrix):
 @pytest.mark.parametrize("method, order", [
     (LieTrotter(), 1), (LieTrotter("rk4"), 1), (Strang(), 2), (Strang("euler"), 1), (Strang("rk4"), 2), (Yoshida4(), 4),
     (Yoshida4("midpoint"), 3), (Yoshida4("kutta3"), 3), (Yoshida4("butcher6"), 4),
+    (Yoshida4(get_solver("revnet")), 2),
 ], ids=lambda x: getattr(x, "name", str(x)))
 def test_splitting_measures_the_order_that_it_states(method, order, even):
     # only the problem in parts that do not commute: one part alone is integrated to the order of the base
@@ -121,6 +122,31 @@ def test_a_field_without_parts_is_integrated_whole():
     ("lie", 7), ("strang", 7 * (2 * 2 + 2) / 2), ("yoshida4", 7 * 3 * (2 * 4 + 4) / 2)])
 def test_a_part_of_m_counts_one_mth(name, nfe):
     assert solve(orbit, orbit_exact(0.0), solver=name, n_steps=7).nfe == SOLVERS[name].nfe(7) == nfe
+
+
+@pytest.mark.parametrize("outer", [LieTrotter, Strang, Yoshida4])
+@pytest.mark.parametrize("inner", [LieTrotter, Strang, Yoshida4])
+def test_a_splitting_of_a_splitting_counts_what_it_evaluates(outer, inner):
+    nested = outer(inner())  # the inner one sees one part at a time
+    assert solve(orbit, orbit_exact(0.0), solver=nested, n_steps=4).nfe == nested.nfe(4)
+
+
+@pytest.mark.parametrize("name", ["lie", "strang", "lie(ab2)"])
+@pytest.mark.parametrize("numbers", [(2, 3), (3, 2), (1, 2), (2, 1)])
+def test_pieces_may_have_different_numbers_of_parts(name, numbers):
+    """Each part of z' = -z is -z / n: what comes of a piece depends on it alone."""
+    def piece(n):
+        f = Sum(*[lambda z, l: -z / n] * n)
+        return f if n > 1 else (lambda z, l: -z)
+
+    class Pieces:
+        pieces = [(i / 2, (i + 1) / 2, piece(n)) for i, n in enumerate(numbers)]  # noqa: RUF012
+
+    solver = LieTrotter(get_solver("ab2")) if "ab2" in name else name
+    z = Z0
+    for start, stop, f in Pieces.pieces:
+        z = solve(f, z, span=(start, stop), solver=solver, n_steps=3).z
+    torch.testing.assert_close(solve(Pieces(), Z0, solver=solver, n_steps=6).z, z, rtol=1e-13, atol=0)
 
 
 def test_symmetric_compositions_of_a_symmetric_base_run_back_exactly():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from odeformer.attention.base import Attention
 from odeformer.attention.pairs import Pairs
@@ -22,7 +22,12 @@ class L2Attention(Attention):
 
     def __init__(self, d_model: int, n_heads: int, *, window: int | None = None):
         super().__init__(d_model, n_heads, window=window, bias=False)
-        self.key = self.query
+        del self._modules["key"]
+
+    @property
+    def key(self) -> nn.Linear:
+        """The queries' projection: not a second name in ``_modules``, by which functional_call would lose the first."""
+        return self.query
 
     @property
     def scale(self) -> float:

@@ -40,6 +40,7 @@ def run(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     from odeformer.estimate import check_fixed, estimate
     from odeformer.tables import at_least
     from odeformer.tracing import on_nothing
+    from odeformer.workload import inputs
 
     if args.threads is not None:
         at_least("threads", args.threads, 1)
@@ -47,8 +48,11 @@ def run(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     make, batch, accumulate = chosen(Path(args.config), options)
     if args.batch_size is not None:
         batch, accumulate = args.batch_size, 1
-    with on_nothing():
-        check_fixed(make())  # before a machine is measured
+    at_least("batch-size", batch, 1)
+    with on_nothing():  # before a machine is measured
+        model = make()
+        check_fixed(model)
+        inputs(model, batch, args.tokens)
     sizes = {"batch": batch, "n_tokens": args.tokens, "accumulate": accumulate}
     print(estimate(make, machine(args.machine), **sizes))
     return 0

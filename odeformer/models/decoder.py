@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from odeformer.cache import Cache, make_cache
 from odeformer.generate import generate, stream
 from odeformer.models.text import TextConfig, TextModel
+from odeformer.tables import check_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class DecoderConfig(TextConfig):
     with_head: bool = True
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         for name in ("tie_embeddings", "head_bias"):
             if getattr(self, name) and not self.with_head:
                 raise ValueError(f"{name} is for a model with a head, and with_head is False")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from odeformer.heads import HEADS, Pooler
 from odeformer.models.text import TextConfig, TextModel
-from odeformer.tables import at_least, build, look_up
+from odeformer.tables import at_least, build, check_kinds, look_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class EncoderConfig(TextConfig):
     pooler: bool = False
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         if self.tie_embeddings and self.head != "masked_lm":
             raise ValueError(f"tie_embeddings is for head 'masked_lm', got head {self.head!r}")
         if self.pooler and self.head is not None:

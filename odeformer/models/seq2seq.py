@@ -20,7 +20,7 @@ from odeformer.models.decoder import Decoder, DecoderConfig
 from odeformer.models.encoder import Encoder, EncoderConfig
 from odeformer.models.text import EmbeddingConfig
 from odeformer.routing import Withheld
-from odeformer.tables import at_least
+from odeformer.tables import at_least, check_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ class Seq2SeqConfig:
     origin: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         for name in ("target_vocab_size", "n_decoder_layers"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)

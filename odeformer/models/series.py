@@ -16,7 +16,7 @@ from odeformer.heads import HEADS
 from odeformer.masks import check_mask
 from odeformer.models.base import DepthModel, check_that
 from odeformer.positions import POSITIONS
-from odeformer.tables import at_least, build, finite, look_up
+from odeformer.tables import at_least, build, check_kinds, finite, look_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class SeriesConfig:
     depth: DepthConfig = field(default_factory=DepthConfig)
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         at_least("n_channels", self.n_channels, 1)
         at_least("n_outputs", self.n_outputs, 1)
         look_up(HEADS, self.head, "head")

@@ -15,7 +15,7 @@ from odeformer.models.base import DepthModel
 from odeformer.models.decoder import DecoderConfig
 from odeformer.models.seq2seq import Seq2Seq
 from odeformer.positions import POSITIONS
-from odeformer.tables import at_least, build
+from odeformer.tables import at_least, build, check_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,7 @@ class SpeechConfig:
     share_embeddings: ClassVar[bool] = False  # frames have none
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         at_least("n_mels", self.n_mels, 1)
         at_least("max_frames", self.max_frames, 1)
         if self.n_decoder_layers is not None:

@@ -16,7 +16,7 @@ from odeformer.masks import check_mask
 from odeformer.models.base import DepthModel, check_that, check_tokens
 from odeformer.norms import make_norm
 from odeformer.positions import POSITIONS
-from odeformer.tables import at_least, build, finite
+from odeformer.tables import at_least, build, check_kinds, finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class EmbeddingConfig:
     n_token_types: int = 0
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         finite("scale", self.scale, above=0)
         at_least("n_token_types", self.n_token_types, 0)
         if self.width is not None:

@@ -17,7 +17,7 @@ from odeformer.heads import Pooler
 from odeformer.masks import check_mask
 from odeformer.models.base import DepthModel
 from odeformer.positions import Rotary
-from odeformer.tables import at_least, build
+from odeformer.tables import at_least, build, check_kinds
 
 POOLINGS = {  # states (batch, tokens, d_model), the class token first where there is one -> what the head sees
     "mean": lambda states: states.mean(1),
@@ -52,6 +52,7 @@ class VisionConfig:
     origin: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         for name in ("image_size", "patch_size", "channels"):
             at_least(name, getattr(self, name), 1)
         if self.n_classes is not None:
