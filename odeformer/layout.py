@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 Model = TypeVar("Model", bound=nn.Module)
+PRECISIONS = (torch.float32, torch.float64)
 
 
 def lay_out(model: Model, *, columns: bool = True) -> Model:
@@ -17,11 +18,15 @@ def lay_out(model: Model, *, columns: bool = True) -> Model:
     A CPU multiplies one row by such a matrix, as writing token by token does, at up to twice the speed; from four rows
     on it is no faster, or a little slower (``speed`` has the row "weights by columns"). Like
     ``model.to(memory_format=torch.channels_last)`` it changes strides and no number: outputs agree up to rounding,
-    shared parameters stay shared, gradients, optimizers, copies and files work as before. What needs contiguous
-    parameters, such as ``torch.nn.utils.parameters_to_vector``, wants ``columns=False`` first. New memory is that of
-    one matrix at a time. To be called before data- or tensor-parallel training takes the parameters over.
+    shared parameters stay shared, gradients, optimizers, copies and files work as before. New memory is that of one
+    matrix at a time.
 
-    Raises TypeError for what is no module, ValueError where a weight is not a plain parameter on a CPU.
+    Half precision is many times slower by columns on a CPU: undo it before ``model.bfloat16()`` and autocast. Undo it
+    also for what needs contiguous parameters, such as ``torch.nn.utils.parameters_to_vector``. Call it before data- or
+    tensor-parallel training takes the parameters over.
+
+    Raises TypeError for what is no module, ValueError where a weight is not a plain parameter on a CPU, and for half
+    precision by columns.
 
     >>> lay_out(nn.Linear(2, 3)).weight.stride()
     (1, 3)
@@ -38,6 +43,9 @@ def lay_out(model: Model, *, columns: bool = True) -> Model:
         if weight.device.type != "cpu" or type(weight.data) is not torch.Tensor or weight.layout is not torch.strided:
             raise ValueError(f"model must have plain parameters on a CPU, got a {type(weight.data).__name__} on "
                              f"{weight.device}: one row is multiplied as fast either way elsewhere")
+        if columns and weight.dtype not in PRECISIONS:
+            raise ValueError(f"model must have weights of float32 or float64, got {weight.dtype}, with which a CPU is "
+                             "many times slower by columns")
     for weight in {module.weight for module in wide.values()}:
         data = weight.data
         weight.data = data.t().contiguous().t() if columns else data.contiguous()

@@ -88,3 +88,7 @@ def test_what_cannot_be_laid_out_is_refused_and_left_alone():
     with pytest.raises(ValueError, match="on a CPU, got a Tensor on meta"):
         lay_out(model)
     assert model[0].weight.is_contiguous()
+    half = nn.Linear(2, 3, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"float32 or float64, got torch\.bfloat16"):
+        lay_out(half)
+    assert lay_out(half, columns=False) is half

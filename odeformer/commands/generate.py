@@ -31,7 +31,7 @@ def run(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     args = parser.parse_args(argv)
     import torch
 
-    from odeformer.layout import lay_out
+    from odeformer.layout import PRECISIONS, lay_out
     from odeformer.models import Decoder, load
     from odeformer.processes import single_device
 
@@ -40,7 +40,7 @@ def run(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     if not isinstance(model, Decoder) or tokenizer is None:
         raise ValueError(f"{args.folder} must hold a decoder and its tokenizer.json, as `odeformer train` leaves them "
                          f"for text; it holds a {type(model).__name__}")
-    if device.type == "cpu":
+    if device.type == "cpu" and all(p.dtype in PRECISIONS for p in model.parameters()):
         lay_out(model)  # each new token is one row
     ids = tokenizer.encode(args.prompt)
     if not ids:
