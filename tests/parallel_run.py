@@ -22,19 +22,20 @@ from odeformer.train import TrainConfig, Trainer
 
 SECONDS = 60
 VOCABULARY, LENGTH, ROWS, STEPS = 11, 6, 12, 4
-# how depth is integrated, and the settings of the run
-CASES = {
+# how depth is integrated, and the settings of the run: two updates, of which the second has the first one's moments
+CASES = {name: (depth, {"steps": 2} | settings) for name, (depth, settings) in {
     "euler, piecewise": ({}, {"clip": 0.05}),
     "rk4, shared": ({"solver": "rk4", "weights": "shared"}, {"accumulate": 2}),
     "rk4, spline": ({"solver": "rk4", "weights": "spline"}, {"accumulate": 2}),
-    "midpoint, cycle": ({"solver": "midpoint", "weights": "cycle"}, {"ema": 0.9, "validate_every": 2, "patience": 1}),
+    "midpoint, cycle": ({"solver": "midpoint", "weights": "cycle"}, {"ema": 0.9, "validate_every": 2, "patience": 1,
+                                                              "steps": STEPS}),
     "learned": ({"solver": "pc_ema"}, {"ema": 0.5}),
     "penalties": ({}, {"regularize": {"weight_smoothness": 0.1}, "epsilon": 1e-3}),
     "checkpoint": ({"solver": "rk4", "gradient": "checkpoint"}, {"accumulate": 2}),
     "checkpoint_recursive": ({"solver": "rk4", "gradient": "checkpoint_recursive"}, {}),
     "adjoint": ({"solver": "rk4", "weights": "shared", "steps_per_layer": 4, "gradient": "adjoint"}, {}),
     "reversible": ({"solver": "reversible_heun", "gradient": "reversible"}, {"accumulate": 2}),
-}
+}.items()}
 EXPERTS = {"feedforward": "experts", "feedforward_options": {"n_experts": 4, "top_k": 2}}
 NOISE = {"dropout": 0.2}, {"layer_drop": 0.4}
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_smooth_weights import D, tiny, tokens
+from smooth_models import D, tiny, tokens
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from test_smooth_weights import LENGTH, VOCAB, D, state, tiny, tokens
+from smooth_models import LENGTH, VOCAB, D, state, tiny, tokens
 
 import odeformer
 from odeformer import BlockConfig, Decoder, DecoderConfig, DepthConfig, Encoder, EncoderConfig, Seq2Seq, Seq2SeqConfig
@@ -127,9 +127,15 @@ def stirred():
     return model
 
 
-def test_a_target_nfe_is_kept_and_the_grid_is_better_than_equal_steps():
+@pytest.fixture(scope="module")
+def calibrated():
+    """The stirred model, and what its calibration gave."""
     model = stirred()
-    result = calibrate(model, tokens(4), nfe=32)
+    return model, calibrate(model, tokens(4), nfe=32)
+
+
+def test_a_target_nfe_is_kept_and_the_grid_is_better_than_equal_steps(calibrated):
+    model, result = calibrated
     assert result.nfe == 32 and len(result.grid) == 9
     assert result.model.config.depth.grid == result.grid and model.config.depth.grid is None
     assert result.error < 0.7 * result.uniform_error
@@ -165,8 +171,8 @@ def test_a_causal_model_is_calibrated_on_other_data_and_leaks_nothing(weights):
     assert torch.equal(text, own.generate(prompt, max_new_tokens=3, cache=None))
 
 
-def test_it_is_saved_with_the_model(tmp_path):
-    model = calibrate(stirred(), tokens(2), nfe=24).model
+def test_it_is_saved_with_the_model(calibrated, tmp_path):
+    model = calibrated[1].model
     model.save(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())["config"]
     assert written["depth"]["grid"] == list(model.config.depth.grid)

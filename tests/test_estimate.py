@@ -30,7 +30,7 @@ from odeformer import (
     VisionEncoder,
 )
 from odeformer.cli import main
-from odeformer.estimate import estimate
+from odeformer.estimate import estimate, forward_cost, token_cost
 from odeformer.machine import FLOWS, Machine, Table, between, read_off
 from odeformer.models.base import to_be_filled
 from odeformer.tracing import Operation, Trace, on_nothing, without_choices
@@ -115,15 +115,20 @@ FIXED = [name for name, s in SOLVERS.items() if not s.is_adaptive and not s.is_i
 
 @pytest.mark.parametrize("solver", often(FIXED, ("euler", "ab2", "reversible_midpoint")))
 def test_every_solver_with_a_known_number_of_evaluations_is_traced(solver):
+    """A pass, a training pass, and the writing of a token."""
     def make(n_layers):
-        return decoder(solver, n_layers=n_layers, block={"coupling": "parallel"}, weights="shared")
+        return decoder(solver, n_layers=n_layers, block={"coupling": "parallel", "norm": "none"}, weights="shared")
 
     try:
         nfe = make(1)(torch.zeros(2, TOKENS, dtype=torch.int64), return_solution=True)[1].nfe
     except ValueError:
         pytest.skip("not for a decoder")
-    assert estimate(lambda: make(1), flat(), batch=2).forward.nfe == nfe
-    same(lambda: make(1 if isinstance(SOLVERS[solver], ExplicitRungeKutta) else 2))  # the others have a past
+    with on_nothing(), to_be_filled():
+        model = without_choices(make(1))
+        assert forward_cost(model, inputs(model, 2), flat(), 0).nfe == nfe
+        assert token_cost(model, 2, TOKENS // 2, flat(), 0).nfe == nfe
+    remembers = not (isinstance(SOLVERS[solver], ExplicitRungeKutta) or hasattr(SOLVERS[solver], "windows"))
+    same(lambda: make(2 if remembers else 1))
 
 
 @pytest.mark.parametrize("name", often([name for name, a in ATTENTION.items() if not getattr(a, "for_memory", False)],

@@ -3,7 +3,7 @@ and what a deep reversible model holds for backward."""
 
 import pytest
 import torch
-from test_smooth_weights import LENGTH, gap, state, tiny, tokens
+from smooth_models import LENGTH, gap, state, tiny, tokens
 
 from odeformer import Decoder, DecoderConfig
 
@@ -81,7 +81,7 @@ def test_the_adjoint_is_near_backprop_and_nearer_with_more_steps(setting, weight
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("setting", ["dropout", "layer drop", "padding"])
 def test_implicit_solvers_are_differentiated_by_the_implicit_function_theorem(setting, weights):
-    options = {**SETTINGS[setting], "masked": setting == "padding", "steps_per_layer": 4,
+    options = {**SETTINGS[setting], "masked": setting == "padding", "steps_per_layer": 2,
                "solver_options": {"tol": 1e-10}}
     mine, _ = gradients("implicit", "implicit_midpoint", weights, **options)
     wanted, _ = gradients("backprop", "implicit_midpoint", weights, **options)
@@ -94,7 +94,7 @@ def test_implicit_solvers_are_differentiated_by_the_implicit_function_theorem(se
 def test_parameters_from_functional_call_get_the_gradient(mode, weights):
     """Backward evaluates the field again when the model has its own parameters back: it must see those of the call."""
     torch.manual_seed(0)
-    model = tiny(solver=MODES.get(mode, "rk4"), gradient=mode, weights=weights, moved=0.1, steps_per_layer=4)
+    model = tiny(solver=MODES.get(mode, "rk4"), gradient=mode, weights=weights, moved=0.1, steps_per_layer=2)
     other = {name: (1.1 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
     torch.func.functional_call(model, other, (tokens(),)).cos().sum().backward()
     with torch.no_grad():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_smooth_weights import FORMULAS, stacked, state, tiny, tokens
+from smooth_models import FORMULAS, stacked, state, tiny, tokens
 
 import odeformer
 from odeformer import BlockConfig, Decoder, DecoderConfig, DepthConfig, Seq2Seq, Seq2SeqConfig, refit
