@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from odeformer.attention.base import Attention
 from odeformer.block import Block, Sublayer
+from odeformer.experts import ExpertSlices
 from odeformer.generate import evaluating
 from odeformer.models.base import to_be_filled
-from odeformer.models.parts import parts_of
+from odeformer.models.parts import check_own_layers, parts_of
 from odeformer.tables import at_least
 
 
@@ -40,6 +42,7 @@ def parameter_report(model: nn.Module, n_tokens: int | None = None) -> Parameter
 
     Not counted: embeddings, norms, activations, and what θ(l) takes to be made, once for each depth of a pass.
     """
+    check_own_layers(model, "parameter_report")
     if hasattr(model, "encoder"):
         return _both(model, n_tokens)
     config = model.config
@@ -105,12 +108,12 @@ def part_multiply_adds(block: Block, n_tokens: int) -> dict[str, int]:
 
 
 def _multiply_adds(part: Sublayer, n_tokens: int) -> int:
-    total = 0
+    total, slices = 0, _slices(part.core)
     for module in part.modules():
         if isinstance(module, nn.Linear):
-            total += module.weight.numel()
+            total += round(module.weight.numel() * slices.get(module, 1))
         elif isinstance(module, Attention):
-            total += 2 * _seen(module, n_tokens) * module.n_heads * module.head_dim
+            total += module.multiply_adds(_seen(module, n_tokens))
         for name in getattr(module, "stacked", ()):
             total += _active(part, getattr(module, name))
     return total
@@ -119,6 +122,14 @@ def _multiply_adds(part: Sublayer, n_tokens: int) -> int:
 def _seen(attention: Attention, n_tokens: int) -> int:
     window = getattr(attention, "window", None)
     return n_tokens if window is None else min(n_tokens, 2 * window - 1)
+
+
+def _slices(core: nn.Module) -> dict[nn.Module, Fraction]:
+    """Of maps that are cut into slices the share that serves a token."""
+    if not isinstance(core, ExpertSlices) or core.router is None:
+        return {}
+    share = Fraction(core.router.top_k, core.n_experts)
+    return {core.hidden: share, core.output: share}
 
 
 def _active(part: Sublayer, stack: Tensor) -> int:

@@ -27,6 +27,7 @@ class Context:
     ``routing``: what experts report. ``moving``: whether weights are functions of l, not the same in all evaluations of
     a layer. ``replayed``: whether the field is evaluated again on the way back. ``compiled``: makes the fields of a
     compiled model's layers (see ``odeformer.compiled``). ``sight``: who sees whom, kept for all layers.
+    ``holds_rows``: whether the field holds something of each row of the batch that is not named here.
     """
 
     mask: Tensor | None = None
@@ -43,7 +44,14 @@ class Context:
     replayed: bool = False
     compiled: Any = None
     sight: Sight | None = None
+    holds_rows: bool = False
     _drops: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether the field holds something of each row of the batch, so that no row can leave it."""
+        turned = self.rotary is not None and self.rotary.cos.dim() > 2
+        return self.holds_rows or turned or self.mask is not None or self.memory is not None
 
     def attention(self, layer: int) -> dict[str, Any]:
         """The arguments of a self-attention beside the state."""

@@ -175,6 +175,8 @@ def _solve(f: Any, z: Tensor, span: tuple[float, float], solver: Any, context: C
         save_at = [*range(math.ceil(span[0]), math.ceil(span[1])), span[1]] if save else None
         if save and getattr(solver, "to_equilibrium", False):  # which has no states in between
             save_at = span
+        if context.by_row and getattr(solver, "compact", False):  # rows that have arrived stay, and change nothing
+            solver = replace(solver, compact=False)
     else:
         save_at = "steps" if save else None
         solver = taking_turns(solver, f)

@@ -10,7 +10,7 @@ from torch import Tensor
 from odeformer.block import COUPLINGS
 from odeformer.depth import SPLITTINGS, split
 from odeformer.generate import evaluating
-from odeformer.models.parts import check_model, parts_of
+from odeformer.models.parts import check_own_layers, parts_of
 from odeformer.tables import look_up
 
 
@@ -31,7 +31,7 @@ def fit_hypersolver(model: Any, batches: Iterable[Any], **options: Any) -> Any:
     >>> model = model.with_solver("hypersolver", base="euler")      # doctest: +SKIP
     >>> fit_hypersolver(model, [tokens]).error                      # doctest: +SKIP
     """
-    check_model(model)
+    check_own_layers(model, "fit_hypersolver")
     models = {name: part for name, part in parts_of(model).items() if hasattr(part.solver, "rebased")}
     if not models:
         raise ValueError("model must have the solver 'hypersolver': take model.with_solver('hypersolver', base=...)")

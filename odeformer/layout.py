@@ -18,8 +18,8 @@ def lay_out(model: Model, *, columns: bool = True) -> Model:
     A CPU multiplies one row by such a matrix, as writing token by token does, at up to twice the speed; from four rows
     on it is no faster, or a little slower (``speed`` has the row "weights by columns"). Like
     ``model.to(memory_format=torch.channels_last)`` it changes strides and no number: outputs agree up to rounding,
-    shared parameters stay shared, gradients, optimizers, copies and files work as before. New memory is that of one
-    matrix at a time.
+    shared parameters stay shared, gradients, optimizers, copies and files (which hold rows) work as before. New memory
+    is that of one matrix at a time.
 
     Half precision is many times slower by columns on a CPU: undo it before ``model.bfloat16()`` and autocast. Undo it
     also for what needs contiguous parameters, such as ``torch.nn.utils.parameters_to_vector``. Call it before data- or
@@ -38,8 +38,8 @@ def lay_out(model: Model, *, columns: bool = True) -> Model:
     for name, module in wide.items():
         weight = module._parameters.get("weight")
         if weight is None:
-            raise ValueError(f"model must have plain weights, and that of {name} is computed from others (by a "
-                             "parametrization?)")
+            raise ValueError(f"model must have plain weights, and that of {name or type(module).__name__} is computed "
+                             "from others (by a parametrization?)")
         if weight.device.type != "cpu" or type(weight.data) is not torch.Tensor or weight.layout is not torch.strided:
             raise ValueError(f"model must have plain parameters on a CPU, got a {type(weight.data).__name__} on "
                              f"{weight.device}: one row is multiplied as fast either way elsewhere")

@@ -1,4 +1,4 @@
-"""What a machine can do: seconds of torch's operations by their size, measured in a few seconds on this one."""
+"""What a machine can do: seconds of torch's operations by their size, measured in some ten seconds on this one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LENGTHS, HEAD_DIMS, HEADS = (4, 16, 64, 256), (16, 64), 16  # of attention
 TEXT = 64  # tokens that are written
 # solver, layers, d_model, batch, tokens of the models that are measured as a whole
 FITTED = (("euler", 1, 16, 1, 4), ("euler", 6, 16, 1, 4), ("rk4", 1, 16, 1, 4), ("rk4", 6, 16, 1, 4),
-          ("euler", 2, 64, 4, 64), ("euler", 2, 256, 4, 64))
+          ("euler", 2, 64, 4, 64), ("euler", 2, 512, 8, 64))
 FLOWS = {  # what goes through tensors: kind -> what is timed on x
     "add": lambda x: x + x,
     "gelu": F.gelu,
@@ -194,7 +194,7 @@ def timed(calls: Sequence[Callable[[], Any]]) -> list[float]:
 
 @torch.no_grad()
 def measure() -> Machine:
-    """This machine as it is now, with torch's number of threads; takes a few seconds."""
+    """This machine as it is now, with torch's number of threads; takes some ten seconds."""
     flows = {kind: curve({n: partial(flow, torch.randn(n // 64, 64)) for n in ELEMENTS})
              for kind, flow in FLOWS.items()}
     flows["add"] = [(12 * n, t) for n, t in flows["add"]]

@@ -14,6 +14,7 @@ from odeformer.attention import ATTENTION
 from odeformer.block import BlockConfig
 from odeformer.feedforward import FEEDFORWARD
 from odeformer.models.base import DepthModel, to_be_filled
+from odeformer.models.parts import check_own_layers
 from odeformer.models.seq2seq import Seq2Seq
 from odeformer.norms import NORMS
 from odeformer.rebuild import carry_over
@@ -38,8 +39,7 @@ def prune(model: nn.Module, keep: Sequence[int], *, decoder_keep: Sequence[int] 
     with to_be_filled():
         if isinstance(model, Seq2Seq):
             return _prune_both(model, keep, decoder_keep, memo)
-        if not isinstance(model, DepthModel):
-            raise TypeError(f"model must be a model of this package with layers, got {type(model).__name__}")
+        check_own_layers(model, "prune")
         if decoder_keep is not None:
             raise ValueError(f"decoder_keep is for Seq2Seq, got it with {type(model).__name__}")
         return _prune(model, keep, memo)
@@ -90,6 +90,9 @@ def _config(model: DepthModel, keep: list[int], blocks: list[int]) -> Any:
     config, n_layers = model.config, model.config.n_layers
     depth = config.depth
     n_steps = depth.n_steps
+    if depth.grid is not None:
+        raise ValueError(f"prune cannot tell which steps of a grid over {n_layers} layers to keep; give a number of "
+                         "steps first: model.with_solver(solver, steps_per_layer=1)")
     if n_steps is not None:
         if n_steps * len(keep) % n_layers:
             raise ValueError(f"n_steps = {n_steps} over {n_layers} layers gives no whole number of steps over "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from odeformer.bases import Basis, Layers
 from odeformer.blocks import Blocks
 from odeformer.models.base import DepthModel, to_be_filled
-from odeformer.models.parts import check_model, parts_of
+from odeformer.models.parts import check_own_layers, parts_of
 from odeformer.rebuild import carry_over
 from odeformer.smooth_weights import Expansion, Hyper, LowRank, Modulated
 from odeformer.tables import at_least, finite
@@ -65,7 +65,7 @@ def fit(model: nn.Module, weights: str, *, at: float | None = None, **weights_op
 
     Raises ValueError for "modulated" and "hyper", whose networks have to be trained.
     """
-    check_model(model)
+    check_own_layers(model, "fit")
     if at is None:
         at = 0.0 if getattr(next(iter(parts_of(model).values())).solver, "order", 2) < 2 else 0.5
     if not finite("at", at, least=0) < 1:
@@ -80,7 +80,7 @@ def _resize(model: nn.Module, n_knots: int | None, n_basis: int | None, fits: Ca
         raise ValueError(f"one of {' and '.join(SIZES)} must be given, got {given}")
     (name, n), = given.items()
     at_least(name, n, 1)
-    check_model(model)
+    check_own_layers(model, "prolong and restrict")
     for which, part in parts_of(model).items():
         kind, layers = part.config.depth.weights, part.layers
         if isinstance(layers, Hyper | Modulated):

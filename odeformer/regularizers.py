@@ -116,6 +116,8 @@ def weight_smoothness(model: Any, solution: Any = None) -> Tensor:
     order in the intervals' length.
     """
     parts = [part for part, _ in _stacks(model, solution)]
+    if not all(hasattr(part.layers, "by_layer") for part in parts):
+        raise ValueError("weight_smoothness is for layers of odeformer's own; those of a wrapped model are not")
     return sum((_differences if part.layers.by_layer else _slopes)(part.layers) for part in parts)
 
 

@@ -160,10 +160,11 @@ class Language(Task):
     """Text to its next tokens: windows of ``length`` tokens that lie side by side; judged by bits per byte.
 
     ``train``, ``test``, ``valid``: int64 token ids, one text after the other; ``n_test_bytes``, ``n_test_characters``,
-    ``n_valid_bytes``: how long those texts are. Where a token is a byte, bits per byte are bits per token.
+    ``n_valid_bytes``: how long those texts are. Where it is not said, and ids beyond 255 say that tokens are no bytes,
+    the text is judged by bits per token.
     """
 
-    metric, unit = "bits_per_byte", "tokens"
+    unit = "tokens"
 
     def __init__(self, name: str, train: Tensor, test: Tensor, *, length: int, valid: Tensor | None = None,
                  n_test_bytes: int | None = None, n_test_characters: int | None = None,
@@ -176,6 +177,13 @@ class Language(Task):
         self.valid = train[:0] if valid is None else valid
         self.n_bytes = {"test": n_test_bytes, "valid": n_valid_bytes}
         self.n_characters = {"test": n_test_characters}
+        self.of_bytes = all(len(ids) == 0 or int(ids.max()) < 256 for ids in (train, test, self.valid))
+        self.metric = self._per("valid" if len(self.valid) else "test")[0]
+
+    def _per(self, split: str) -> tuple[str, int]:
+        """Per what bits are given, and how many of those there are in a split."""
+        tokens, known = len(getattr(self, split)), self.n_bytes.get(split)
+        return ("bits_per_byte", known or tokens) if known or self.of_bytes else ("bits_per_token", tokens)
 
     @property
     def splits(self) -> dict[str, int]:
@@ -205,12 +213,12 @@ class Language(Task):
                                       reduction="none")
 
     def evaluate(self, model: Any, split: str = "test", batch_size: int = 64) -> dict[str, float]:
-        """``bits_per_byte``, ``bits_per_character`` where the text's characters are known, ``perplexity`` a token."""
+        """``bits_per_byte`` (or ``bits_per_token``), ``bits_per_character`` where the text's characters are known,
+        ``perplexity`` a token."""
         with evaluating(model):
             value = perplexity(list(self.token_losses(model, batch_size, split)))
         bits = math.log2(value) * len(getattr(self, split))
-        lengths = {"bits_per_byte": self.n_bytes.get(split) or len(getattr(self, split)),
-                   "bits_per_character": self.n_characters.get(split)}
+        lengths = dict([self._per(split)]) | {"bits_per_character": self.n_characters.get(split)}
         return {name: bits / n for name, n in lengths.items() if n} | {"perplexity": value}
 
 

@@ -162,8 +162,8 @@ def load_tokenizer(folder: str | Path) -> ByteTokenizer | BPETokenizer:
 def pad_batch(ids: Sequence[Sequence[int]], *, pad: int, side: str = "right") -> tuple[Tensor, Tensor]:
     """Ids (batch, tokens), int64, filled up with ``pad``, and the mask, True at real tokens.
 
-    ``side``: where the padding goes; "left" for prompts to ``generate`` from. Raises ValueError for an empty batch or
-    another side.
+    ``side``: where the padding goes; "left" for prompts to ``generate`` from. Raises TypeError for what are no ints,
+    ValueError for an empty batch or another side.
 
     >>> pad_batch([[1, 2], [3]], pad=0, side="left")[0]
     tensor([[1, 2],
@@ -178,7 +178,10 @@ def pad_batch(ids: Sequence[Sequence[int]], *, pad: int, side: str = "right") ->
     mask = torch.zeros(len(ids), longest, dtype=torch.bool)
     for i, row in enumerate(ids):
         place = slice(longest - len(row), None) if side == "left" else slice(len(row))
-        tokens[i, place] = torch.as_tensor(row, dtype=torch.int64)
+        held = torch.as_tensor(row)
+        if len(row) and (held.is_floating_point() or held.is_complex() or held.dim() != 1):
+            raise TypeError(f"ids must be rows of ints, got {row!r}")
+        tokens[i, place] = held.to(torch.int64)
         mask[i, place] = True
     return tokens, mask
 
@@ -194,9 +197,11 @@ def check_text(text: str) -> None:
 
 
 def checked_ids(ids: Iterable[int] | Tensor, vocab_size: int) -> list[int]:
-    """ids as a list. Raises ValueError for one outside the vocabulary."""
+    """ids as a list. Raises TypeError for what is no sequence of ints, ValueError for one outside the vocabulary."""
     listed = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-    for i in listed:
+    for i in listed if isinstance(listed, list) else [listed]:
+        if not hasattr(i, "__index__"):
+            raise TypeError(f"ids must be ints, one after the other, got {i!r}")
         if not 0 <= i < vocab_size:
             raise ValueError(f"ids must be at least 0 and less than vocab_size = {vocab_size}, got {i}")
     return listed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -59,8 +59,10 @@ def odeint(func: Callable[[Tensor, State], State], y0: State, t: Tensor, *, rtol
     if event_fn is not None:
         raise ValueError(EVENTS)
     method = "dopri5" if method is None else method
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options must map names to values, got {options!r}")
     options = dict(options or {})
-    _check_t(t)
+    check_t(t)
     if isinstance(method, str) and method in DELEGATED:
         return _delegate(func, y0, t, rtol, atol, method, options)
     dtypes = check_state(y0)
@@ -253,7 +255,7 @@ def _grid(field: TimeFirst, z: State, t: Tensor, options: dict) -> Tensor:
         grid = constructor(field.func, z, t)
         if not isinstance(grid, Tensor) or grid.dim() != 1 or grid[0] != t[0] or grid[-1] != t[-1]:
             raise ValueError("grid_constructor must return a 1-d tensor from t[0] to t[-1]")
-        _check_t(grid, "the grid of grid_constructor")
+        check_t(grid, "the grid of grid_constructor")
         return grid.to(t.device)
     if step_size is None:
         return t
@@ -315,7 +317,7 @@ def _check_options(options: dict, known: Sequence[str], method: str) -> None:
             raise ValueError(f"unknown option {name!r} for method {method!r}; known: {', '.join(known)}")
 
 
-def _check_t(t: Any, name: str = "t") -> None:
+def check_t(t: Any, name: str = "t") -> None:
     if not isinstance(t, Tensor) or not t.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {getattr(t, 'dtype', type(t).__name__)}")
     if t.dim() != 1 or len(t) == 0:

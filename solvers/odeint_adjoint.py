@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from solvers.base import Solver, State, cast, depth_dtype, tensors
 from solvers.checks import check_state
-from solvers.odeint import CALLBACKS, DELEGATED, EVENTS, TimeFirst, odeint, read_method
+from solvers.odeint import CALLBACKS, DELEGATED, EVENTS, TimeFirst, check_t, odeint, read_method
 from solvers.replay import Ambient, Captured, leaves_of
 
 
@@ -37,9 +37,13 @@ def odeint_adjoint(func: Callable[[Tensor, State], State], y0: State, t: Tensor,
     if adjoint_options is None and options and adjoint_method not in (None, method):
         raise ValueError("adjoint_options must be given where adjoint_method differs from method and options are given")
     check_state(y0)
-    given = None if adjoint_params is None else [x for x in adjoint_params if x.requires_grad]
-    if given is not None and not all(isinstance(x, Tensor) for x in given):
-        raise TypeError("adjoint_params must hold tensors")
+    check_t(t)
+    given = None if adjoint_params is None else list(adjoint_params)
+    if given is not None:
+        for x in given:
+            if not isinstance(x, Tensor):
+                raise TypeError(f"adjoint_params must hold tensors, got {type(x).__name__}")
+        given = [x for x in given if x.requires_grad]
     field = TimeFirst(func)
     captured = Captured("odeint_adjoint", given)
     if given is None and torch.is_grad_enabled():

@@ -50,6 +50,27 @@ def test_fewer_tokens_and_grouped_heads_count_less(options):
     assert model.parameter_report(4)["multiply_adds"] < model.parameter_report(6)["multiply_adds"]
 
 
+@pytest.mark.parametrize("tables", ["k", "qk", "qkv"])
+def test_tables_of_offsets_count_with_their_products(tables):
+    options = {"tables": tables, "max_distance": 3}
+    model = tiny(n_layers=2, block={"attention": "relative", "attention_options": options})
+    plain = tiny(n_layers=2)
+    added = model.parameter_report(6)["multiply_adds"] - plain.parameter_report(6)["multiply_adds"]
+    assert added == 2 * len(tables) * 7 * D
+
+
+def test_a_mixture_weighs_values_twice():
+    mixture, plain = (tiny(n_layers=2, block={"attention": name}) for name in ("local_mixture", "local_gaussian"))
+    assert mixture.parameter_report(6)["multiply_adds"] - plain.parameter_report(6)["multiply_adds"] == 2 * 6 * D
+
+
+def test_slices_count_for_those_that_serve():
+    options = {"n_experts": 4, "top_k": 1}
+    dense = tiny(n_layers=2, block={"feedforward": "relu", "d_ff": 16}).parameter_report()["multiply_adds"]
+    routed = tiny(n_layers=2, block={"feedforward": "expert_slices", "d_ff": 16, "feedforward_options": options})
+    assert routed.parameter_report()["multiply_adds"] == dense + 2 * 4 * D - 2 * (3 * 2 * 16 * D) // 4
+
+
 def test_experts_count_for_those_that_serve():
     dense = tiny(n_layers=2, block={"feedforward": "relu", "d_ff": 16}).parameter_report()
     routed = tiny(n_layers=2, block={"feedforward": "experts", "d_ff": 16, "feedforward_options":

@@ -295,6 +295,10 @@ def test_the_stiffness_ratio_is_that_of_the_slowest_and_the_fastest_decay():
     run = diagonal([-1000.0, -10.0, -0.5, 3.0], steps=2)
     assert torch.allclose(stiffness_ratio(run, at="steps"), torch.tensor(2000.0, dtype=torch.float64))
     assert stiffness_index(run, at="steps").flatten().tolist() == pytest.approx([2000, 1000])
+    fine = diagonal([-50.0, -1.0], steps=4)  # over the same depth, looked at where one says
+    end = fine.depths[-1]
+    for at, places in (([0.0], [0.0]), ("steps", fine.depths[:-1])):
+        assert stiffness_index(fine, at=at).flatten().tolist() == pytest.approx([50 * (end - l) for l in places])
     assert stiffness_ratio(linear([[0.0, 1.0], [-1.0, 0.0]])).isnan().all()
 
 

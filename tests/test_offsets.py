@@ -1,5 +1,8 @@
 """Terms by clipped offset, tile by tile: against an index for each pair."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 from torch.autograd import grad, gradcheck, gradgradcheck
@@ -127,3 +130,37 @@ def test_a_layer_gives_the_same_by_tiles_and_by_pairs_in_training_and_under_func
     monkeypatch.setattr(Offsets, "of", classmethod(lambda cls, *rest: None))
     other = call(x)
     close([ours, *gradients], [other, *grad(other.square().sum(), [x, *attention.parameters()])])
+
+
+def test_many_gradients_at_once_and_traces_take_elementary_operations(monkeypatch):
+    monkeypatch.setattr(relative, "MANY", 0)
+    monkeypatch.setattr(offsets, "MANY", 0)
+    x = drawn(1, 11, 8)
+    for tables in ("qkv", "kv", "qk"):
+        attention = ATTENTION["relative"](8, 2, max_distance=3, tables=tables).double()
+        y = attention(x)
+        directions = torch.randn(3, *y.shape, dtype=torch.float64)
+        together, = grad(y, x, directions, is_grads_batched=True, retain_graph=True)
+        close(together, [grad(y, x, direction, retain_graph=True)[0] for direction in directions])
+        with warnings.catch_warnings(action="ignore"):  # the tracer has several
+            traced = torch.jit.trace(attention, (x.detach(),), check_trace=False)
+        close([traced(x)], [y])
+
+
+@pytest.mark.parametrize("big", [1.0, 1e3])
+def test_gradients_in_single_precision_are_as_exact_by_tiles_as_by_pairs(big, monkeypatch):
+    monkeypatch.setattr(relative, "MANY", 0)
+    attention, x = ATTENTION["relative"](16, 2, max_distance=3), torch.randn(1, 64, 16)
+    with torch.no_grad():
+        for table in (attention.query_table, attention.key_table, attention.value_table):
+            table.mul_(big)
+
+    def gradients(module, x):
+        return torch.cat([g.flatten().double() for g in grad(module(x).sum(), list(module.parameters()))])
+
+    by_tiles = gradients(attention, x)
+    exact = gradients(copy.deepcopy(attention).double(), x.double())
+    monkeypatch.setattr(Offsets, "of", classmethod(lambda cls, *rest: None))
+    by_pairs = gradients(attention, x)
+    errors = [(found - exact).norm() / exact.norm() for found in (by_tiles, by_pairs)]
+    assert errors[0] < max(4 * errors[1], 1e-5)

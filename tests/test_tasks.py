@@ -82,6 +82,10 @@ def test_language_windows_lie_side_by_side_and_a_uniform_model_needs_log2_of_the
     assert task.evaluate(model)["bits_per_byte"] == pytest.approx(3.0, rel=1e-6)
     assert model.training
     assert Language("bpe", text, text, length=5, n_test_bytes=46).evaluate(model)["bits_per_byte"] == pytest.approx(1.5)
+    wide = torch.cat([text, text.new_tensor([300])])  # an id that no byte is: how long the text is nobody knows
+    task = Language("bpe", wide, text, length=5)
+    assert task.metric == "bits_per_token"
+    assert task.evaluate(model).keys() == {"bits_per_token", "perplexity"}
     assert sum(len(x) for x in task.token_losses(model)) == 22
 
 

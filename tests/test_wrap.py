@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import solvers
-from odeformer import Encoder, EncoderConfig
+from odeformer import REGULARIZERS, Encoder, EncoderConfig, growth, prune, refit
 from odeformer.block import BlockConfig
 from odeformer.pretrained import wrap
 from solvers import SOLVERS
@@ -104,7 +104,8 @@ def test_every_solver_works_in_place(name):
     solver = SOLVERS[name]
     reference = wrapped.with_solver("dopri8", rtol=1e-10, atol=1e-12)(z).detach()
     try:
-        other = wrapped.with_solver(name, **({} if solver.is_adaptive else {"steps_per_layer": 6}))
+        amount = {} if solver.is_adaptive else {"steps_per_layer": 6}
+        other = wrapped.with_solver(name, **({"injection": True} if name == "equilibrium" else amount))
     except ValueError as error:
         assert "two parts" in str(error), name  # IMEX methods
         return
@@ -112,6 +113,48 @@ def test_every_solver_works_in_place(name):
     assert got.shape == z.shape and got.isfinite().all()
     if solver.order and name not in ("momentum", "equilibrium"):  # a second-order equation, and a rest point
         assert (got - reference).abs().max() < 0.05, name
+
+
+@pytest.mark.parametrize("solver", ["euler", "rk4"])
+def test_injection_draws_wrapped_layers_back_to_the_state_they_started_from(solver):
+    layers, z0 = stack(), state()
+
+    class Pull(nn.Module):
+        """z + what the layer adds + z0 - z, which a plain stack under the same solver then integrates."""
+
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, z):
+            return self.layer(z) + z0 - z
+
+    wanted = wrap(nn.ModuleList(map(Pull, layers)), solver=solver)(z0)
+    torch.testing.assert_close(wrap(layers, solver=solver, injection=True)(z0), wanted)
+    torch.testing.assert_close(wrap(layers).with_solver(solver, injection=True)(z0), wanted)
+
+
+def test_the_equilibrium_of_a_wrapped_layer_depends_on_its_input_and_needs_injection():
+    linear = nn.Linear(4, 4, bias=False).double()
+    with torch.no_grad():
+        linear.weight.copy_(0.5 * torch.eye(4))
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    found = wrap(nn.ModuleList([linear]), solver="equilibrium", injection=True, rtol=1e-8, atol=1e-10)(x)
+    torch.testing.assert_close(found, x / 1.5, rtol=1e-6, atol=1e-7)  # 0 = (z / 2 - z) + x - z
+    with pytest.raises(ValueError, match="needs injection=True"):
+        wrap(nn.ModuleList([linear]), solver="equilibrium")
+
+
+@pytest.mark.parametrize(("call", "what"), [
+    (lambda model: model.parameter_report(5), "parameter_report"),
+    (lambda model: refit.fit(model, "linear"), "fit"),
+    (lambda model: prune(model, [0]), "prune"),
+    (lambda model: growth.deepen(model), "deepen"),
+    (lambda model: REGULARIZERS["weight_smoothness"](model), "weight_smoothness"),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_what_needs_layers_of_our_own_says_so(call, what):
+    with pytest.raises(ValueError, match=f"{what} is for layers of odeformer's own"):
+        call(wrap(stack()))
 
 
 def test_adaptive_solvers_meet_the_layers_boundaries():

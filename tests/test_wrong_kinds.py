@@ -21,7 +21,8 @@ from odeformer import (
     lay_out,
 )
 from odeformer.cli import main
-from solvers import SOLVERS, get_solver, solve
+from odeformer.tokenizers import ByteTokenizer, pad_batch
+from solvers import SOLVERS, get_solver, odeint, odeint_adjoint, solve
 from solvers.adaptive import Adaptive
 
 BLOCK = BlockConfig(8, 2)
@@ -116,3 +117,18 @@ def test_a_method_without_a_stability_region_says_what_to_ask_about(name):
 
     with pytest.raises(ValueError, match=r"no stability region .* Ask about the method that it is made of"):
         is_stable(get_solver(name), -0.1)
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [
+    (lambda f, y, t: odeint_adjoint(f, y, t, adjoint_params=[1.0]), TypeError, "adjoint_params must hold tensors, got"),
+    (lambda f, y, t: odeint_adjoint(f, y, [0.0, 1.0]), TypeError, "t must be"),
+    (lambda f, y, t: odeint_adjoint(f, y, t[0]), ValueError, "t must be"),
+    (lambda f, y, t: odeint(f, y, t, options=[1]), TypeError, "options must map names to values"),
+    (lambda f, y, t: ByteTokenizer().decode([1.5]), TypeError, "ids must be ints"),
+    (lambda f, y, t: ByteTokenizer().decode(torch.zeros(2, 2, dtype=torch.int64)), TypeError, "ids must be ints"),
+    (lambda f, y, t: pad_batch([[1.5]], pad=0), TypeError, "ids must be rows of ints"),
+    (lambda f, y, t: pad_batch([[[1]]], pad=0), TypeError, "ids must be rows of ints"),
+])
+def test_other_arguments_of_the_wrong_kind(call, error, words):
+    with pytest.raises(error, match=words):
+        call(lambda t, y: -y, torch.ones(1), torch.tensor([0.0, 1.0]))

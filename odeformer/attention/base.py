@@ -277,6 +277,10 @@ class Attention(Finite, nn.Module):
         y = self.attend_in_blocks(pairs) if blocked else self.attend(pairs)
         return self.output(y.transpose(1, 2).flatten(2))
 
+    def multiply_adds(self, n_seen: int) -> int:
+        """Of scores and weighted values, for a token that sees so many."""
+        return 2 * n_seen * self.n_heads * self.head_dim
+
     def probabilities(self, x: Tensor, memory: Tensor | None = None, **arguments: object) -> Tensor:
         """The attention weights of a call (batch, heads, queries, keys), for looking at; arguments as of the call."""
         return self.weights(self.pairs(x, memory, **arguments))

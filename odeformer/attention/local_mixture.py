@@ -36,6 +36,10 @@ class LocalMixtureAttention(Attention):
         beta = self.beta(pairs.source)
         return (1 - beta) * super().weights(pairs) + beta * closed_softmax(self.prior(pairs), pairs.seen)
 
+    def multiply_adds(self, n_seen: int) -> int:
+        """Values are weighted twice."""
+        return super().multiply_adds(n_seen) * 3 // 2
+
     def attend(self, pairs: Pairs) -> Tensor:
         """The mixture of both results; that of the first term through the fused kernel."""
         beta, value = self.beta(pairs.source), pairs.value

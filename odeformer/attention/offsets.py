@@ -52,15 +52,23 @@ class Offsets:
     @classmethod
     def of(cls, pairs: Pairs, reach: int, least: int = 0) -> Offsets | None:
         """Those of pairs; None for fewer than ``least``, where places are not plain (a memory's, or queries beyond the
-        keys), in half precision, off the CPU, and where torch.compile and torch.func want elementary operations."""
+        keys), in half precision, off the CPU, and where torch.compile, torch.jit and torch.func want elementary
+        operations."""
         n, m, first, query = pairs.query.shape[2], pairs.key.shape[2], pairs.first, pairs.query
         if n * m < least or not isinstance(first, int) or pairs.origin is not None or not 0 <= first <= m - n:
             return None
         if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
             return None
-        if torch.compiler.is_compiling() or needs_rules() or torch.is_autocast_enabled("cpu"):
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or needs_rules():
+            return None
+        if torch.is_autocast_enabled("cpu"):
             return None
         return cls(n, m, first, reach)
+
+    def rows(self) -> Tensor:
+        """Which row each pair belongs to: (queries, keys), int64."""
+        offset = torch.arange(self.m) - torch.arange(self.n)[:, None] - self.first
+        return offset.clamp(-self.reach, self.reach) + self.reach
 
     def tiles(self) -> Iterator[Tile]:
         """All of them, in order."""
@@ -153,6 +161,10 @@ class Spread(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        if is_batched(gradient):
+            row, width = ctx.offsets.rows(), 2 * ctx.offsets.reach + 1
+            found = summed(gradient, row, width), summed(gradient.mT, row.mT, width)
+            return *(x if wanted else None for x, wanted in zip(found, ctx.wanted, strict=True)), None
         return *Collect.apply(gradient, ctx.offsets, *ctx.wanted), None
 
 
@@ -171,32 +183,48 @@ class Collect(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        known = any(gradient is not None for gradient in gradients)
-        return Spread.apply(*gradients, ctx.offsets) if known else None, None, None, None
+        if all(gradient is None for gradient in gradients):
+            return None, None, None, None
+        if any(is_batched(gradient) for gradient in gradients if gradient is not None):
+            return gathered(*gradients, ctx.offsets.rows()), None, None, None
+        return Spread.apply(*gradients, ctx.offsets), None, None, None
+
+
+def is_batched(gradient: Tensor) -> bool:
+    """Whether many gradients come at once, under a vmap of torch.func or that of is_grads_batched."""
+    return torch._C._functorch.is_batchedtensor(gradient) or torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
+def gathered(by_query: Tensor | None, by_key: Tensor | None, row: Tensor) -> Tensor:
+    """(..., queries, rows), or None, and (..., keys, rows), or None -> (..., queries, keys), by an index a pair."""
+    parts = [None if by_query is None else by_query.gather(-1, row.expand(*by_query.shape[:-2], -1, -1)),
+             None if by_key is None else by_key.gather(-1, row.mT.expand(*by_key.shape[:-2], -1, -1)).mT]
+    first, *rest = [part for part in parts if part is not None]
+    return first + rest[0] if rest else first
+
+
+def summed(x: Tensor, row: Tensor, width: int) -> Tensor:
+    """(..., queries, keys) -> (..., queries, rows), ``width`` of them, by an index for each pair."""
+    empty = torch.zeros_like(x[..., :1]).expand(*x.shape[:-1], width)
+    return empty.scatter_add(-1, row.expand(*x.shape[:-2], -1, -1), x)
 
 
 def spread(by_query: Tensor | None, by_key: Tensor | None, pairs: Pairs, reach: int) -> Tensor:
     """(batch, heads, queries, 2 reach + 1), or None, and (batch, heads, keys, 2 reach + 1), or None -> (batch, heads,
     queries, keys): of each pair its row of the query plus that of the key."""
     offsets = Offsets.of(pairs, reach, MANY)
-    if offsets is not None:
-        lines = (None if x is None else x.flatten(0, 1) for x in (by_query, by_key))
-        return Spread.apply(*lines, offsets).unflatten(0, pairs.query.shape[:2])
-    index, parts = rows(pairs, reach), []
-    if by_query is not None:
-        parts.append(by_query.gather(-1, index.expand(*by_query.shape[:2], -1, -1)))
-    if by_key is not None:
-        parts.append(by_key.gather(-1, index.mT.expand(*by_key.shape[:2], -1, -1)).mT)
-    return sum(parts[1:], parts[0])
+    if offsets is None:
+        return gathered(by_query, by_key, rows(pairs, reach))
+    lines = (None if x is None else x.flatten(0, 1) for x in (by_query, by_key))
+    return Spread.apply(*lines, offsets).unflatten(0, pairs.query.shape[:2])
 
 
 def collect(x: Tensor, pairs: Pairs, reach: int) -> Tensor:
     """(batch, heads, queries, keys) -> (batch, heads, queries, 2 reach + 1): sums over the keys of each row."""
     offsets = Offsets.of(pairs, reach, MANY)
-    if offsets is not None:
-        return Collect.apply(x.flatten(0, 1), offsets, True, False)[0].unflatten(0, x.shape[:2])
-    index = rows(pairs, reach).expand(*x.shape[:2], -1, -1)
-    return x.new_zeros(*x.shape[:3], 2 * reach + 1).scatter_add(-1, index, x)
+    if offsets is None:
+        return summed(x, rows(pairs, reach), 2 * reach + 1)
+    return Collect.apply(x.flatten(0, 1), offsets, True, False)[0].unflatten(0, x.shape[:2])
 
 
 def rows(pairs: Pairs, reach: int) -> Tensor:

@@ -47,6 +47,11 @@ class RelativeAttention(Attention):
         """Whether there is a table for queries."""
         return self.query_table is not None
 
+    def multiply_adds(self, n_seen: int) -> int:
+        """With the products of each table's rows."""
+        tables = sum(getattr(self, name) is not None for name in TABLES.values())
+        return super().multiply_adds(n_seen) + tables * (2 * self.max_distance + 1) * self.n_heads * self.head_dim
+
     def terms(self, pairs: Pairs) -> tuple[Tensor | None, Tensor | None]:
         """What rows of the tables add to the scores: q_i · PE^k + PE^q · PE^k by query (batch, heads, queries, rows),
         PE^q · k_j by key (batch, heads, keys, rows), over sqrt(head_dim); None without such tables."""

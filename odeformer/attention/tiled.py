@@ -9,22 +9,44 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from odeformer.attention.offsets import Collect, Offsets, Spread, Sums, Tables
+from odeformer.attention.offsets import Offsets, Sums, Tables, gathered, is_batched, summed
+
+
+def weights_of(query: Tensor, key: Tensor, by_query: Tensor | None, by_key: Tensor | None, seen: Tensor | None,
+               row: Tensor, scale: float) -> Tensor:
+    """All attention weights (lines, queries, keys)."""
+    scores = (query * scale) @ key.mT
+    if by_query is not None or by_key is not None:
+        scores = scores + gathered(by_query, by_key, row)
+    if seen is None:
+        return scores.softmax(-1)
+    scores = by_head(scores, seen).masked_fill(~seen, torch.finfo(scores.dtype).min)
+    return scores.softmax(-1).masked_fill(~seen, 0).flatten(0, 1)
 
 
 def elementary(query: Tensor, key: Tensor, value: Tensor, by_query: Tensor | None, by_key: Tensor | None,
                table: Tensor | None, seen: Tensor | None, offsets: Offsets, scale: float) -> Tensor:
     """What ``Attend`` gives, in operations that torch can differentiate again."""
-    scores = (query * scale) @ key.mT
-    if by_query is not None or by_key is not None:
-        scores = scores + Spread.apply(by_query, by_key, offsets)
-    if seen is not None:
-        scores = by_head(scores, seen).masked_fill(~seen, torch.finfo(scores.dtype).min).view_as(scores)
-    weights = scores.softmax(-1)
-    if seen is not None:
-        weights = by_head(weights, seen).masked_fill(~seen, 0).view_as(scores)
+    row = offsets.rows()
+    weights = weights_of(query, key, by_query, by_key, seen, row, scale)
     y = weights @ value
-    return y if table is None else y + Collect.apply(weights, offsets, True, False)[0] @ table
+    return y if table is None else y + summed(weights, row, len(table)) @ table
+
+
+def elementary_gradients(query: Tensor, key: Tensor, value: Tensor, by_query: Tensor | None, by_key: Tensor | None,
+                         table: Tensor | None, seen: Tensor | None, offsets: Offsets, scale: float,
+                         gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of ``elementary``, in operations that torch.vmap knows."""
+    row, width = offsets.rows(), 2 * offsets.reach + 1
+    weights = weights_of(query, key, by_query, by_key, seen, row, scale)
+    d_weights = gradient @ value.mT
+    if table is not None:
+        d_weights = d_weights + gathered(gradient @ table.mT, None, row)
+    d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdim=True))
+    return (d_scores @ key * scale, d_scores.mT @ query * scale, weights.mT @ gradient,
+            None if by_query is None else summed(d_scores, row, width),
+            None if by_key is None else summed(d_scores.mT, row.mT, width),
+            None if table is None else (summed(weights, row, width).mT @ gradient).sum(0))
 
 
 def by_head(x: Tensor, seen: Tensor) -> Tensor:
@@ -40,13 +62,14 @@ class Attend(Function):
     values, each by offset (see ``offsets``), or None. ``seen``: bool (1 or batch, 1, queries, keys), or None.
 
     As in FlashAttention (Dao et al. 2022) the weights are computed again in backward, from what is kept of each query:
-    the logarithm of the sum of its exponentials. Gradients of gradients are those of ``elementary``.
+    its largest score and the sum of its exponentials. Gradients of gradients, and many gradients at once under a vmap,
+    are those of ``elementary``.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, by_query: Tensor | None, by_key: Tensor | None,
                 table: Tensor | None, seen: Tensor | None, offsets: Offsets, scale: float) -> Tensor:
-        y, logsumexp = torch.empty_like(value[:, : offsets.n]), query.new_empty(*query.shape[:2], 1)
+        y, kept = torch.empty_like(value[:, : offsets.n]), query.new_empty(2, *query.shape[:2], 1)
         tiles = Tiles(query, key, by_query, by_key, seen, offsets, scale)
         sums = None if table is None else Sums(query, offsets, True, False)
         for tile, scores in tiles:
@@ -57,24 +80,26 @@ class Attend(Function):
                 sums.add(scores, tile)
                 mine += sums.by_query[:, tile.queries] @ table
             y[:, tile.queries] = mine.div_(total)
-            logsumexp[:, tile.queries] = most + total.log()
+            kept[0, :, tile.queries], kept[1, :, tile.queries] = most, total
         if seen is not None:
             blind = ~seen.any(-1, keepdim=True)
             by_head(y, seen).masked_fill_(blind, 0)
-            by_head(logsumexp, seen).masked_fill_(blind, math.inf)
-        ctx.save_for_backward(query, key, value, by_query, by_key, table, seen, y, logsumexp)
+            by_head(kept[1], seen).masked_fill_(blind, math.inf)  # so that all weights are 0
+        ctx.save_for_backward(query, key, value, by_query, by_key, table, seen, y, kept)
         ctx.offsets, ctx.scale = offsets, scale
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, seen, y, logsumexp = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:6]
+        *inputs, seen, y, (most, total) = ctx.saved_tensors
         if torch.is_grad_enabled():
+            wanted = ctx.needs_input_grad[:6]
             y = elementary(*inputs, seen, ctx.offsets, ctx.scale)
-            found = iter(torch.autograd.grad(y, [x for x, want in zip(inputs, wanted, strict=True) if want], gradient,
-                                             create_graph=True))
+            asked = [x for x, want in zip(inputs, wanted, strict=True) if want]
+            found = iter(torch.autograd.grad(y, asked, gradient, create_graph=True))
             return *(next(found) if want else None for want in wanted), None, None, None
+        if is_batched(gradient):
+            return *elementary_gradients(*inputs, seen, ctx.offsets, ctx.scale, gradient), None, None, None
         query, key, value, by_query, by_key, table = inputs
         offsets, scale = ctx.offsets, ctx.scale
         own = (gradient * y).sum(-1, keepdim=True)
@@ -84,7 +109,8 @@ class Attend(Function):
         if table is not None:
             at_offset, terms = Sums(query, offsets, True, False), Tables(gradient @ table.mT, None, offsets)
         for tile, scores in Tiles(query, key, by_query, by_key, seen, offsets, scale):
-            weights, mine = scores.sub_(logsumexp[:, tile.queries]).exp_(), gradient[:, tile.queries]
+            weights = scores.sub_(most[:, tile.queries]).exp_().div_(total[:, tile.queries])
+            mine = gradient[:, tile.queries]
             d_value.baddbmm_(weights.mT, mine)
             d_scores = torch.bmm(mine, value.mT) if terms is None else weights.new_empty(weights.shape)
             if terms is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from odeformer.diagnostics.spectrum import Spectrum, spectrum
+from odeformer.diagnostics.trajectory import Trajectory
 from solvers import get_solver
 from solvers.stability import is_stable
 
@@ -103,7 +104,7 @@ def stiffness_index(source: Any, **options: Any) -> Tensor:
 
     ``options``: those of ``spectrum``.
     """
-    found = spectrum(source, 1, which="left", **options)
-    end = found.depths[-1] + found.steps[-1]
-    left = torch.tensor([end - l for l in found.depths], dtype=torch.float64)
+    path = Trajectory.of(source)
+    found = spectrum(path, 1, which="left", **options)
+    left = torch.tensor([path.depths[-1] - l for l in found.depths], dtype=torch.float64)
     return (-found.eigenvalues.real.squeeze(-1)).clamp(min=0) * left.unsqueeze(1)

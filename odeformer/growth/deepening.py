@@ -15,6 +15,7 @@ from odeformer import norms
 from odeformer.block import COUPLINGS, Composed, Sublayer
 from odeformer.growth.lineage import Lineage, Origin, fill, joined, tensors
 from odeformer.models.base import DepthModel, to_be_filled
+from odeformer.models.parts import check_own_layers
 from odeformer.models.seq2seq import Seq2Seq
 from odeformer.pruning import options_of, pinned, solver_of
 from odeformer.tables import at_least, build, look_up
@@ -118,8 +119,7 @@ def deepen(model: nn.Module, *, scheme: str = "zero", at: int | None = None, n_l
     with to_be_filled():
         if isinstance(model, Seq2Seq):
             return _deepen_both(model, scheme, layers, part)
-        if not isinstance(model, DepthModel):
-            raise TypeError(f"model must be a model of this package with layers, got {type(model).__name__}")
+        check_own_layers(model, "deepen")
         return _finish(_emptied(model, scheme, layers), model)
 
 

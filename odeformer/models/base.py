@@ -59,6 +59,7 @@ class DepthModel(nn.Module):
 
     causal = False
     cross = False
+    own_layers = True  # made of Block, not a user's modules
     compiled: Compiled | None = None  # what compile() left
 
     def __init__(self, config: Any):

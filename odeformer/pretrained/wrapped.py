@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from odeformer.context import Context
 from odeformer.depth import DepthConfig, integrate
 from odeformer.depth_checks import check_causal, check_coupling
+from odeformer.injection import check_equilibrium, inject
 from odeformer.models.base import DepthModel
 from odeformer.pretrained.rules import check_finite, listed
 from odeformer.pretrained.stack import Call, find_stack
@@ -89,6 +90,8 @@ def wrap(model: nn.Module, *, stack: str | None = None, n_layers: int | None = N
 class Wrapped(DepthModel):
     """What ``wrap`` makes. ``layers``: the user's own; ``model``: what they are in."""
 
+    own_layers = False
+
     def __init__(self, model: nn.Module, config: WrappedConfig):
         nn.Module.__init__(self)
         self.training = model.training
@@ -120,6 +123,7 @@ class Wrapped(DepthModel):
         depth = self.config.depth
         check_causal(solver, self.config.causal)
         check_coupling(solver, Whole, depth.gradient)
+        check_equilibrium(solver, depth, len(list(self.layers)))
         if depth.layer_drop:
             raise ValueError(f"layer_drop is not for wrapped layers, got {depth.layer_drop}")
 
@@ -141,7 +145,7 @@ class Wrapped(DepthModel):
     def vector_field(self, z: Tensor, *arguments: Any, **named: Any) -> Any:
         """f(z, l), every layer being called with these arguments beside the state. That of a forward pass is its
         Solution's ``field``."""
-        return self.field_of(self._calls(z, arguments, named))
+        return self._field_from(self._calls(z, arguments, named), z)
 
     def _calls(self, z: Tensor, arguments: tuple, named: Mapping[str, Any]) -> list[Call]:
         layers = list(self.layers)
@@ -152,7 +156,8 @@ class Wrapped(DepthModel):
         record = Pass(self, None)
         with suppress(Began):
             self._run(record, arguments, named)
-        return record.calls[0].state, self.field_of(record.calls)
+        z = record.calls[0].state
+        return z, self._field_from(record.calls, z)
 
     def forward(self, *arguments: Any, return_solution: bool = False, save_states: bool = True, **named: Any) -> Any:
         """What the model gives for these arguments; with ``return_solution`` also the Solution of its stack, with the
@@ -179,8 +184,14 @@ class Wrapped(DepthModel):
         real = None
         if isinstance(mask, Tensor) and mask.shape == z.shape[:2]:
             real = mask.bool()  # keeps padding out of error norms; the layers have masks of their own
-        return integrate(self.field_of(calls), z, self.solver, self.config.depth, self.config.n_layers,
-                         Context(mask=real, causal=self.causal, training=self.training), save=save)
+        context = Context(mask=real, causal=self.causal, training=self.training, holds_rows=True)
+        return integrate(self._field_from(calls, z), z, self.solver, self.config.depth, self.config.n_layers, context,
+                         save=save)
+
+    def _field_from(self, calls: list[Call], z: Tensor) -> Any:
+        """The field of calls for a state that starts as z."""
+        f = self.field_of(calls)
+        return inject(f, z) if self.config.depth.injection else f
 
     def _run(self, record: Pass, arguments: tuple, named: Mapping[str, Any]) -> Any:
         if not self.config.stack:
