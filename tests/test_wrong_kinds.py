@@ -122,7 +122,7 @@ def test_a_method_without_a_stability_region_says_what_to_ask_about(name):
 @pytest.mark.parametrize(("call", "error", "words"), [
     (lambda f, y, t: odeint_adjoint(f, y, t, adjoint_params=[1.0]), TypeError, "adjoint_params must hold tensors, got"),
     (lambda f, y, t: odeint_adjoint(f, y, [0.0, 1.0]), TypeError, "t must be"),
-    (lambda f, y, t: odeint_adjoint(f, y, t[0]), ValueError, "t must be"),
+    (lambda f, y, t: odeint_adjoint(f, y, t[0]), ValueError, "t must have one axis"),
     (lambda f, y, t: odeint(f, y, t, options=[1]), TypeError, "options must map names to values"),
     (lambda f, y, t: ByteTokenizer().decode([1.5]), TypeError, "ids must be ints"),
     (lambda f, y, t: ByteTokenizer().decode(torch.zeros(2, 2, dtype=torch.int64)), TypeError, "ids must be ints"),
