@@ -80,11 +80,11 @@ def run(name: str, *, preset: str, seeds: int | None, resume: bool) -> Path:
         rows += [{"case": case, **row, "run": about} for row in measured]
         rows.sort(key=lambda row: places[store.key(row["case"])])
         store.write_rows(begun, rows)
-    begun.replace(path)
-    if failed := store.failures(path):
+    if failed := store.failures(begun):
         print("\n" + failed)
-    if not (rows := store.read_rows(path)):
-        raise ValueError(f"{name}: no run gave numbers; {shown(path)} says why")
+    if not (rows := store.read_rows(begun)):
+        raise ValueError(f"{name}: no run gave numbers; {shown(begun)} says why")
+    begun.replace(path)
     print("\n" + table(module.COLUMNS, module.summary(rows)))
     print(f"\nwrote {shown(path)}")
     return path

@@ -52,10 +52,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def failures(path: Path) -> str:
     """A sentence about the runs of a results file that failed, with what each said; "" where there are none."""
     rows = every_row(path)
-    failed = [row for row in rows if "failed" in row]
+    failed, n = [row for row in rows if "failed" in row], len({key(row["case"]) for row in rows})
     told = (f"{', '.join(f'{name} {x}' for name, x in row['case'].items() if name != 'preset')}: {row['failed']}"
             for row in failed)
-    return f"{len(failed)} of {len(rows)} runs failed and are left out: {'; '.join(told)}." if failed else ""
+    return f"{len(failed)} of {n} runs failed and are left out: {'; '.join(told)}." if failed else ""
 
 
 def every_row(path: Path) -> list[dict[str, Any]]:

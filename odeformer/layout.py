@@ -46,7 +46,11 @@ def lay_out(model: Model, *, columns: bool = True) -> Model:
         if columns and weight.dtype not in PRECISIONS:
             raise ValueError(f"model must have weights of float32 or float64, got {weight.dtype}, with which a CPU is "
                              "many times slower by columns")
+    laid: dict[tuple, torch.Tensor] = {}  # what shares memory still does
     for weight in {module.weight for module in wide.values()}:
         data = weight.data
-        weight.data = data.t().contiguous().t() if columns else data.contiguous()
+        place = (data.data_ptr(), data.shape, data.stride())
+        if place not in laid:
+            laid[place] = data.t().contiguous().t() if columns else data.contiguous()
+        weight.data = laid[place]
     return model

@@ -54,11 +54,11 @@ def check_kinds(config: Any) -> None:
     """Raises TypeError unless the fields of a dataclass that are declared ``bool`` hold one, and those declared
     ``Mapping[...]`` a mapping."""
     for f in fields(config):
-        value = getattr(config, f.name)
-        if f.type == "bool" and not isinstance(value, bool):
+        value, declared = getattr(config, f.name), str(getattr(f.type, "__name__", f.type))  # of a subclass, a class
+        if declared == "bool" and not isinstance(value, bool):
             raise TypeError(f"{f.name} must be a bool, got {value!r}")
-        absent = value is None and f.type.endswith("| None")
-        if f.type.startswith("Mapping[") and not (absent or isinstance(value, Mapping)):
+        absent = value is None and declared.endswith("| None")
+        if declared.startswith("Mapping[") and not (absent or isinstance(value, Mapping)):
             raise TypeError(f"{f.name} must map names to values, got {value!r}")
 
 

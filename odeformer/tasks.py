@@ -160,8 +160,8 @@ class Language(Task):
     """Text to its next tokens: windows of ``length`` tokens that lie side by side; judged by bits per byte.
 
     ``train``, ``test``, ``valid``: int64 token ids, one text after the other; ``n_test_bytes``, ``n_test_characters``,
-    ``n_valid_bytes``: how long those texts are. Where it is not said, and ids beyond 255 say that tokens are no bytes,
-    the text is judged by bits per token.
+    ``n_valid_bytes``: how long those texts are. Where it is not said tokens are taken for bytes, unless ids beyond 255
+    say that they are none: then the text is judged by bits per token.
     """
 
     unit = "tokens"
@@ -177,13 +177,9 @@ class Language(Task):
         self.valid = train[:0] if valid is None else valid
         self.n_bytes = {"test": n_test_bytes, "valid": n_valid_bytes}
         self.n_characters = {"test": n_test_characters}
-        self.of_bytes = all(len(ids) == 0 or int(ids.max()) < 256 for ids in (train, test, self.valid))
-        self.metric = self._per("valid" if len(self.valid) else "test")[0]
-
-    def _per(self, split: str) -> tuple[str, int]:
-        """Per what bits are given, and how many of those there are in a split."""
-        tokens, known = len(getattr(self, split)), self.n_bytes.get(split)
-        return ("bits_per_byte", known or tokens) if known or self.of_bytes else ("bits_per_token", tokens)
+        of_bytes = all(len(ids) == 0 or int(ids.max()) < 256 for ids in (train, test, self.valid))
+        known = n_test_bytes is not None and (n_valid_bytes is not None or not len(self.valid))
+        self.metric = "bits_per_byte" if known or of_bytes else "bits_per_token"
 
     @property
     def splits(self) -> dict[str, int]:
@@ -218,7 +214,8 @@ class Language(Task):
         with evaluating(model):
             value = perplexity(list(self.token_losses(model, batch_size, split)))
         bits = math.log2(value) * len(getattr(self, split))
-        lengths = dict([self._per(split)]) | {"bits_per_character": self.n_characters.get(split)}
+        n = self.n_bytes.get(split) if self.metric == "bits_per_byte" else None
+        lengths = {self.metric: n or len(getattr(self, split)), "bits_per_character": self.n_characters.get(split)}
         return {name: bits / n for name, n in lengths.items() if n} | {"perplexity": value}
 
 

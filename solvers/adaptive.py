@@ -37,7 +37,7 @@ from solvers.stepsize import (
 )
 from solvers.tableau import Tableau
 
-BY_VALUES = "adaptive solvers choose their steps by the values"
+TRANSFORMS = "adaptive solvers with one step size for the whole batch", "torch.autograd, or per_sample=True"
 
 
 class Record(NamedTuple):
@@ -123,7 +123,7 @@ class Adaptive:
         trial step of an FSAL tableau and n_stages of another. Raises SolverError; ValueError for a norm beside a mask.
         """
         for x in tensors(z):
-            refuse_transforms(x, BY_VALUES)
+            refuse_transforms(x, *TRANSFORMS)
         run = _Run(self, z, mask, rtol, atol, work)
         y, h = run.begin(z, pieces[0].l0), self.first_step
         saved: list[State] = []
@@ -219,7 +219,7 @@ class _Function:
         self.y, clock, run = y, self.clock, self.run
         t = torch.tensor(clock.start, dtype=torch.float64, device=y.device)
         k, length = self(t, y), clock.stop - clock.start
-        refuse_transforms(k, BY_VALUES)
+        refuse_transforms(k, *TRANSFORMS)
         if share := bad_share(run.unpack(k), run.real):
             raise self.failure(f"f is not finite at the start of the piece ({share:.1%} of its entries)",
                                "check the weights and the input")

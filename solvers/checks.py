@@ -20,11 +20,11 @@ def is_traced(z: State) -> bool:
                 (x.is_cuda and torch.cuda.is_current_stream_capturing()) for x in tensors(z)])
 
 
-def refuse_transforms(x: Tensor, why: str = "implicit solvers iterate until the values suffice") -> None:
+def refuse_transforms(x: Tensor, whom: str, instead: str = "torch.autograd") -> None:
     """Raises NotImplementedError within torch.func transforms and forward-mode derivatives of x."""
     if torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None:
-        raise NotImplementedError(f"{why}, so neither torch.func transforms nor forward-mode derivatives pass through "
-                                  "them; use torch.autograd")
+        raise NotImplementedError("neither torch.func transforms nor forward-mode derivatives pass through "
+                                  f"{whom}; use {instead}")
 
 
 def real(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from solvers.base import Evaluator, SolverError, State, Work, depth_dtype, tenso
 from solvers.checks import refuse_transforms
 from solvers.gradients import Report
 from solvers.grid import Piece
-from solvers.implicit import resolution
+from solvers.implicit import ITERATED, resolution
 from solvers.nonlinear import check_count, check_fraction
 from solvers.root import differentiable_root
 from solvers.stepsize import NOISY, bad_share, is_noisy, quiet, real_entries
@@ -105,7 +105,7 @@ class Equilibrium:
         """The equilibrium, and how it was found."""
         ends = self._check(pieces, save_at)
         for x in tensors(z):
-            refuse_transforms(x)
+            refuse_transforms(x, ITERATED)
         real = real_entries(z, mask)
         if share := bad_share(z, real):
             raise SolverError(f"z0 is not finite ({share:.1%} of its entries)", l=ends[0], h=self.h, nfe=work.total,
@@ -239,7 +239,7 @@ class _Flow:
             raise self.failure(x, f"the search for an equilibrium needs more than max_nfe = {work.limit:g} "
                                   f"evaluations, {self.left()}", "raise max_nfe; " + ADVICE)
         k = self.rows.rest(self.rows.pack(self.f(self.rows.unpack(self.rows.hold(x)), self.at[end])))
-        refuse_transforms(k)
+        refuse_transforms(k, ITERATED)
         return k
 
     def measure(self, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float, float]:

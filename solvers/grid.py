@@ -114,7 +114,8 @@ def read_grid(grid: Any) -> list[float]:
     if isinstance(grid, Tensor) and grid.is_floating_point() and grid.dtype != torch.float64:
         even, near = uniform(points[0], points[-1], len(points) - 1), 2 * torch.finfo(grid.dtype).eps
         h = abs(even[1] - even[0])  # what differs by rounding alone is meant to be even
-        if all(abs(x - y) <= near * max(abs(y), h) for x, y in zip(points, even, strict=True)):
+        made = torch.linspace(points[0], points[-1], len(points), dtype=grid.dtype).tolist()
+        if made == points or all(abs(x - y) <= near * max(abs(y), h) for x, y in zip(points, even, strict=True)):
             return even
     return points
 

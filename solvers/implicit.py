@@ -17,6 +17,8 @@ from solvers.nonlinear import Nonlinear, check_count, check_fraction, get_nonlin
 from solvers.root import differentiable_root
 from solvers.tableau import Tableau
 
+ITERATED = "implicit solvers, which iterate until the values suffice"
+
 Rows = Sequence[Sequence[float]]
 
 
@@ -117,7 +119,7 @@ class Implicit:
         z: the packed state (n,); base, guess: (s, n). ``orders`` derivatives are attached where anything in the
         equation requires grad (0: the result is constant).
         """
-        refuse_transforms(z)
+        refuse_transforms(z, ITERATED)
         g = _Stages(f, flat, z, step, at, a, base)
         tracked = orders > 0 and torch.is_grad_enabled() and (
             z.requires_grad or base.requires_grad or g(guess).requires_grad)
@@ -125,7 +127,7 @@ class Implicit:
         with torch.no_grad():
             root = self.nonlinear(g, guess.detach(), norm=g.norm, tol=tol, max_iterations=self.max_iterations,
                                   count=g.count)
-        refuse_transforms(root.y)
+        refuse_transforms(root.y, ITERATED)
         if not root.converged:
             raise g.error(f"{self.nonlinear.name} did not solve a stage (relative error {root.error:.2g} after "
                           f"{root.n_iterations} iterations, tol {tol:.2g})", _advice(self.nonlinear.name))

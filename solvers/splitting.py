@@ -69,7 +69,7 @@ class Splitting:
             raise ValueError(f"base must be a fixed-step solver; {base.name} is adaptive")
         put = object.__setattr__
         put(self, "base", base)
-        for name, value in zip(("nodes", "_at"), _clocks(self.windows, base.nodes), strict=True):
+        for name, value in zip(("nodes", "_at"), _clocks(self.windows, tuple(base.nodes)), strict=True):
             put(self, name, value)
 
     @property
@@ -121,7 +121,7 @@ class Splitting:
         """The state at step.l + step.h."""
         parts, base = f.parts, self.base
         fresh = memory is None or len(memory) != len(parts)  # of a piece with other parts nothing can be remembered
-        memories = [base.init(None)] * len(parts) if fresh else list(memory)
+        memories = [base.init(None) for _ in parts] if fresh else list(memory)
         l, h, at = step
         for part, window in self.schedule(len(parts)):
             inner, mine = step, self._at[window]

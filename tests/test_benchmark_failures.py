@@ -35,7 +35,7 @@ class Module:
         cls.calls.append((case["solver"], case["seed"]))
         if what := cls.diverge.get((case["solver"], case["seed"])):
             raise ERRORS[what]
-        return [{"value": 7 + case["seed"]}]
+        return [{"value": 7 + case["seed"]}, {"value": 9}]
 
     @staticmethod
     def summary(rows):
@@ -59,25 +59,28 @@ def test_a_run_that_diverges_is_told_and_left_out_and_the_others_go_on(toy, caps
     said = capsys.readouterr().out
     assert "2 of 4 runs failed and are left out: solver euler, seed 0: the state has become infinite or NaN" in said
     assert "solver rk4, seed 1: the loss became nan at step 3" in said
-    assert [row["value"] for row in store.read_rows(toy)] == [8, 7]
+    assert [row["value"] for row in store.read_rows(toy)] == [8, 9, 7, 9]
     written = [json.loads(line) for line in toy.read_text().splitlines()]
     assert [row.get("failed", "").split(" at ")[0] for row in written] == [
-        "the state has become infinite or NaN", "", "", "the loss became nan"]
+        "the state has become infinite or NaN", "", "", "", "", "the loss became nan"]
     assert all(row["run"]["benchmark"] == "toy" for row in written)
     assert len(Module.calls) == 4
     assert benchmarks(["run", "toy", "--resume"]) == 0  # it would fail again
     assert len(Module.calls) == 4
     block = fill("<!-- results: toy -->\n<!-- end -->")
-    assert "| rk4    | 0    | 7     |\n\n2 of 4 runs failed" in block
+    assert "| rk4    | 0    | 9     |\n\n2 of 4 runs failed" in block
 
 
 def test_where_no_run_gives_numbers_the_command_fails_and_keeps_what_was_said(toy, capsys, monkeypatch):
+    toy.write_text("what was there before")
+    monkeypatch.setattr(store, "place", lambda name, preset: toy)
     monkeypatch.setattr(Module, "diverge", {(solver, seed): "loss" for solver in ("euler", "rk4") for seed in (0, 1)})
     assert benchmarks(["run", "toy"]) == 2
     told = capsys.readouterr()
     assert "4 of 4 runs failed" in told.out
     assert "no run gave numbers" in told.err
-    assert "loss became nan" in toy.read_text()
+    assert "loss became nan" in toy.with_suffix(".part.jsonl").read_text()
+    assert toy.read_text() == "what was there before"
 
 
 def test_other_errors_still_stop_a_benchmark(toy, monkeypatch):

@@ -30,6 +30,11 @@ def test_an_even_tensor_in_low_precision_is_even(ends, dtype):
     assert found == pytest.approx([(b - a) / 7] * 7, rel=1e-12)
 
 
+@pytest.mark.parametrize("n", [21, 41, 101])
+def test_linspace_across_zero_is_even(n):
+    assert steps(torch.linspace(-1, 1, n)) == pytest.approx([2 / (n - 1)] * (n - 1), rel=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 def test_whole_depths_may_be_integers(dtype):
     assert steps(torch.arange(4, dtype=dtype)) == [1.0, 1.0, 1.0]

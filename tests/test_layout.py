@@ -81,6 +81,14 @@ def test_it_is_written_with_trained_copied_saved_and_loaded_as_before(kind, tmp_
     assert (loaded.head.weight is loaded.token_embedding.weight) == (kind == "tied decoder")
 
 
+def test_parameters_over_one_memory_still_share_it():
+    a, b = nn.Linear(4, 8), nn.Linear(4, 8)
+    b.weight = nn.Parameter(a.weight.data)
+    lay_out(nn.ModuleList([a, b]))
+    assert a.weight.data_ptr() == b.weight.data_ptr()
+    assert a.weight.stride() == b.weight.stride() == (1, 8)
+
+
 def test_what_cannot_be_laid_out_is_refused_and_left_alone():
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
         lay_out({})

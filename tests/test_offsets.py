@@ -116,7 +116,7 @@ def test_attention_by_tiles_equals_the_softmax_written_out_to_second_derivatives
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_layer_gives_the_same_by_tiles_and_by_pairs_in_training_and_under_functional_transforms(causal, monkeypatch):
-    monkeypatch.setattr(relative, "MANY", 0)
+    monkeypatch.setattr(relative, "MANY_TO_ATTEND", 0)
     attention = ATTENTION["relative"](8, 2, max_distance=3).double()
     x = drawn(2, 11, 8)
     mask = torch.arange(11) < torch.tensor([[11], [7]])
@@ -133,8 +133,8 @@ def test_a_layer_gives_the_same_by_tiles_and_by_pairs_in_training_and_under_func
 
 
 def test_many_gradients_at_once_and_traces_take_elementary_operations(monkeypatch):
-    monkeypatch.setattr(relative, "MANY", 0)
-    monkeypatch.setattr(offsets, "MANY", 0)
+    monkeypatch.setattr(relative, "MANY_TO_ATTEND", 0)
+    monkeypatch.setattr(offsets, "MANY_TO_SPREAD", 0)
     x = drawn(1, 11, 8)
     for tables in ("qkv", "kv", "qk"):
         attention = ATTENTION["relative"](8, 2, max_distance=3, tables=tables).double()
@@ -142,6 +142,8 @@ def test_many_gradients_at_once_and_traces_take_elementary_operations(monkeypatc
         directions = torch.randn(3, *y.shape, dtype=torch.float64)
         together, = grad(y, x, directions, is_grads_batched=True, retain_graph=True)
         close(together, [grad(y, x, direction, retain_graph=True)[0] for direction in directions])
+        mapped = torch.vmap(lambda direction, y=y: grad(y, x, direction, retain_graph=True)[0])(directions)
+        close(mapped, together)
         with warnings.catch_warnings(action="ignore"):  # the tracer has several
             traced = torch.jit.trace(attention, (x.detach(),), check_trace=False)
         close([traced(x)], [y])
@@ -149,7 +151,7 @@ def test_many_gradients_at_once_and_traces_take_elementary_operations(monkeypatc
 
 @pytest.mark.parametrize("big", [1.0, 1e3])
 def test_gradients_in_single_precision_are_as_exact_by_tiles_as_by_pairs(big, monkeypatch):
-    monkeypatch.setattr(relative, "MANY", 0)
+    monkeypatch.setattr(relative, "MANY_TO_ATTEND", 0)
     attention, x = ATTENTION["relative"](16, 2, max_distance=3), torch.randn(1, 64, 16)
     with torch.no_grad():
         for table in (attention.query_table, attention.key_table, attention.value_table):

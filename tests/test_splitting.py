@@ -131,6 +131,30 @@ def test_a_splitting_of_a_splitting_counts_what_it_evaluates(outer, inner):
     assert solve(orbit, orbit_exact(0.0), solver=nested, n_steps=4).nfe == nested.nfe(4)
 
 
+def test_each_part_has_a_memory_of_its_own():
+    """AB2 whose memory is a list that it writes into: as the registry's, where the first step is Euler's."""
+    class Listing:
+        name, order, n_stages, embedded_order = "own", 1, 1, None
+        nodes = [0.0]  # noqa: RUF012
+        is_adaptive = is_implicit = is_reversible = False
+        gradients = ("backprop",)
+
+        def init(self, memory):
+            return []
+
+        def step(self, f, z, step, memory):
+            memory.append(f(z, step.at[0]))
+            k = memory[-1] if len(memory) < 2 else 1.5 * memory[-1] - 0.5 * memory[-2]
+            return z + step.h * k, memory[-2:]
+
+    f, z, last = Sum(lambda z, l: -z, lambda z, l: 3 + 0 * z), Z0, None
+    for _ in range(8):
+        k = -z
+        z, last = z + (k if last is None else 1.5 * k - 0.5 * last) / 8, k
+        z = z + 3 / 8
+    torch.testing.assert_close(solve(f, Z0, solver=LieTrotter(Listing()), n_steps=8).z, z)
+
+
 @pytest.mark.parametrize("name", ["lie", "strang", "lie(ab2)"])
 @pytest.mark.parametrize("numbers", [(2, 3), (3, 2), (1, 2), (2, 1)])
 def test_pieces_may_have_different_numbers_of_parts(name, numbers):

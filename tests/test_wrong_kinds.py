@@ -1,7 +1,7 @@
 """Configs, arguments and results of the wrong kind are refused by name, and early."""
 
 import math
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -94,8 +94,33 @@ def test_adaptive_solvers_say_that_functional_transforms_cannot_pass(name):
 
     for call in (lambda: torch.func.grad(closed_over)(one), lambda: torch.func.vmap(of_state)(one.expand(3, 2)),
                  lambda: torch.func.jvp(of_state, (one,), (one,)), lambda: torch.func.jacrev(of_state)(one)):
-        with pytest.raises(NotImplementedError, match=r"adaptive solvers choose their steps by the values, so neither"):
+        with pytest.raises(NotImplementedError, match=r"through adaptive solvers .* torch\.autograd, or per_sample"):
             call()
+
+
+def test_per_sample_solvers_pass_functional_transforms():
+    one = torch.ones(2, 1, dtype=torch.float64)
+
+    def end(z):
+        return solve(lambda z, l: -z * z, z, solver=get_solver("dopri5", per_sample=True), rtol=1e-10, atol=1e-12).z
+
+    slope = torch.full_like(one, 0.25)  # of z / (1 + z) at 1
+    torch.testing.assert_close(torch.func.grad(lambda z: end(z).sum())(one), slope, rtol=1e-7, atol=0)
+    torch.testing.assert_close(torch.func.jvp(end, (one,), (torch.ones_like(one),))[1], slope, rtol=1e-7, atol=0)
+
+
+@dataclass(frozen=True)
+class OwnConfig(BlockConfig):
+    """With annotations that are classes, not strings, as this module has no ``from __future__``."""
+
+    extra: int = 0
+    flag: bool = False
+
+
+def test_subclasses_of_configs_from_other_modules_are_checked_alike():
+    assert OwnConfig(8, 2, extra=3).extra == 3
+    with pytest.raises(TypeError, match="flag must be a bool, got 1"):
+        OwnConfig(8, 2, flag=1)
 
 
 @pytest.mark.parametrize(("flag", "words"), [

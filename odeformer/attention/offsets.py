@@ -20,7 +20,7 @@ from torch.autograd import Function
 from odeformer.attention.pairs import Pairs, needs_rules
 
 TILE = 128  # queries
-MANY = 2**20  # pairs of a head from which tiles are faster than an index for each pair
+MANY_TO_SPREAD = 2**20  # pairs of a head from which tiles are faster than an index for each pair
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class Offsets:
 
     def rows(self) -> Tensor:
         """Which row each pair belongs to: (queries, keys), int64."""
-        offset = torch.arange(self.m) - torch.arange(self.n)[:, None] - self.first
-        return offset.clamp(-self.reach, self.reach) + self.reach
+        return row_of(torch.arange(self.m) - torch.arange(self.n)[:, None] - self.first, self.reach)
 
     def tiles(self) -> Iterator[Tile]:
         """All of them, in order."""
@@ -212,21 +211,21 @@ def summed(x: Tensor, row: Tensor, width: int) -> Tensor:
 def spread(by_query: Tensor | None, by_key: Tensor | None, pairs: Pairs, reach: int) -> Tensor:
     """(batch, heads, queries, 2 reach + 1), or None, and (batch, heads, keys, 2 reach + 1), or None -> (batch, heads,
     queries, keys): of each pair its row of the query plus that of the key."""
-    offsets = Offsets.of(pairs, reach, MANY)
+    offsets = Offsets.of(pairs, reach, MANY_TO_SPREAD)
     if offsets is None:
-        return gathered(by_query, by_key, rows(pairs, reach))
+        return gathered(by_query, by_key, row_of(pairs.offset, reach))
     lines = (None if x is None else x.flatten(0, 1) for x in (by_query, by_key))
     return Spread.apply(*lines, offsets).unflatten(0, pairs.query.shape[:2])
 
 
 def collect(x: Tensor, pairs: Pairs, reach: int) -> Tensor:
     """(batch, heads, queries, keys) -> (batch, heads, queries, 2 reach + 1): sums over the keys of each row."""
-    offsets = Offsets.of(pairs, reach, MANY)
+    offsets = Offsets.of(pairs, reach, MANY_TO_SPREAD)
     if offsets is None:
-        return summed(x, rows(pairs, reach), 2 * reach + 1)
+        return summed(x, row_of(pairs.offset, reach), 2 * reach + 1)
     return Collect.apply(x.flatten(0, 1), offsets, True, False)[0].unflatten(0, x.shape[:2])
 
 
-def rows(pairs: Pairs, reach: int) -> Tensor:
-    """Which row each pair belongs to: shaped like ``pairs.offset``, int64."""
-    return pairs.offset.clamp(-reach, reach) + reach
+def row_of(offset: Tensor, reach: int) -> Tensor:
+    """The row of a table to which pairs at these offsets belong (eq. 9)."""
+    return offset.clamp(-reach, reach) + reach

@@ -13,7 +13,7 @@ from odeformer.attention.pairs import Pairs, fine
 from odeformer.attention.tiled import Attend
 from odeformer.tables import at_least
 
-MANY = 2**16  # pairs of a head from which tiles are faster
+MANY_TO_ATTEND = 2**16  # pairs of a head from which tiles are faster
 TABLES = {"q": "query_table", "k": "key_table", "v": "value_table"}
 
 
@@ -75,7 +75,7 @@ class RelativeAttention(Attention):
         are many pairs (see ``Offsets.of``)."""
         if self.value_table is None:
             return super().attend(pairs)
-        offsets, seen = Offsets.of(pairs, self.max_distance, MANY), pairs.seen
+        offsets, seen = Offsets.of(pairs, self.max_distance, MANY_TO_ATTEND), pairs.seen
         if offsets is not None:
             if seen is not None:
                 seen = seen.expand(*(1, 1, *seen.shape)[-4:-2], offsets.n, offsets.m)

@@ -1,4 +1,5 @@
-"""Attention with terms by offset, a tile of queries at a time: no tensor of all pairs is made, forward or backward."""
+"""Attention with terms by offset, a tile of queries at a time: no numbers of all pairs are kept, forward or
+backward (who sees whom is one bool each)."""
 
 from __future__ import annotations
 
