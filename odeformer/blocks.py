@@ -48,7 +48,7 @@ class Blocks(nn.ModuleList):
 
     def pieces(self, coupling: str | type, context: Context) -> list[tuple[float, float, Any]]:
         """The field of each layer, with where it begins and ends."""
-        blocks = tuple(iter(self))
+        blocks = tuple(iter(self))  # of the iterator, as tuple(self) would count the blocks first
         return [(float(i), float(i + 1), block_field(blocks[self.index(i)], coupling, context, i))
                 for i in range(self.n_layers)]
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from odeformer.models.base import refuse_wrapped
 from odeformer.models.parts import parts_of
 from odeformer.tables import at_least, finite, look_up
 
@@ -116,8 +117,8 @@ def weight_smoothness(model: Any, solution: Any = None) -> Tensor:
     order in the intervals' length.
     """
     parts = [part for part, _ in _stacks(model, solution)]
-    if not all(hasattr(part.layers, "by_layer") for part in parts):
-        raise ValueError("weight_smoothness is for layers of odeformer's own; those of a wrapped model are not")
+    for part in parts:
+        refuse_wrapped(part, "weight_smoothness")
     return sum((_differences if part.layers.by_layer else _slopes)(part.layers) for part in parts)
 
 

@@ -58,7 +58,7 @@ def check_kinds(config: Any) -> None:
         if declared == "bool" and not isinstance(value, bool):
             raise TypeError(f"{f.name} must be a bool, got {value!r}")
         absent = value is None and declared.endswith("| None")
-        if declared.startswith("Mapping[") and not (absent or isinstance(value, Mapping)):
+        if declared.startswith("Mapping") and not (absent or isinstance(value, Mapping)):
             raise TypeError(f"{f.name} must map names to values, got {value!r}")
 
 

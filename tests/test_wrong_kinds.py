@@ -1,7 +1,9 @@
 """Configs, arguments and results of the wrong kind are refused by name, and early."""
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import pytest
 import torch
@@ -115,12 +117,15 @@ class OwnConfig(BlockConfig):
 
     extra: int = 0
     flag: bool = False
+    more_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def test_subclasses_of_configs_from_other_modules_are_checked_alike():
     assert OwnConfig(8, 2, extra=3).extra == 3
     with pytest.raises(TypeError, match="flag must be a bool, got 1"):
         OwnConfig(8, 2, flag=1)
+    with pytest.raises(TypeError, match="more_options must map names to values"):
+        OwnConfig(8, 2, more_options=[1])
 
 
 @pytest.mark.parametrize(("flag", "words"), [

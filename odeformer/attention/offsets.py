@@ -218,14 +218,6 @@ def spread(by_query: Tensor | None, by_key: Tensor | None, pairs: Pairs, reach: 
     return Spread.apply(*lines, offsets).unflatten(0, pairs.query.shape[:2])
 
 
-def collect(x: Tensor, pairs: Pairs, reach: int) -> Tensor:
-    """(batch, heads, queries, keys) -> (batch, heads, queries, 2 reach + 1): sums over the keys of each row."""
-    offsets = Offsets.of(pairs, reach, MANY_TO_SPREAD)
-    if offsets is None:
-        return summed(x, row_of(pairs.offset, reach), 2 * reach + 1)
-    return Collect.apply(x.flatten(0, 1), offsets, True, False)[0].unflatten(0, x.shape[:2])
-
-
 def row_of(offset: Tensor, reach: int) -> Tensor:
     """The row of a table to which pairs at these offsets belong (eq. 9)."""
     return offset.clamp(-reach, reach) + reach

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from odeformer.attention.base import Attention, weighted
-from odeformer.attention.offsets import Offsets, collect, spread
+from odeformer.attention.offsets import Offsets, row_of, spread, summed
 from odeformer.attention.pairs import Pairs, fine
 from odeformer.attention.tiled import Attend
 from odeformer.tables import at_least
@@ -84,6 +84,7 @@ class RelativeAttention(Attention):
             y = Attend.apply(*lines, self.value_table, seen, offsets, self.scale)
             return y.unflatten(0, pairs.query.shape[:2])
         weights = self.weights(pairs)
-        placed = collect(weights, pairs, self.max_distance) @ self.value_table.to(fine(self.value_table.dtype))
+        at_offset = summed(weights, row_of(pairs.offset, self.max_distance), len(self.value_table))
+        placed = at_offset @ self.value_table.to(fine(self.value_table.dtype))
         y = weighted(weights, pairs.value)
         return (y + placed).to(y.dtype)

@@ -26,28 +26,25 @@ def weights_of(query: Tensor, key: Tensor, by_query: Tensor | None, by_key: Tens
 
 
 def elementary(query: Tensor, key: Tensor, value: Tensor, by_query: Tensor | None, by_key: Tensor | None,
-               table: Tensor | None, seen: Tensor | None, offsets: Offsets, scale: float) -> Tensor:
+               table: Tensor, seen: Tensor | None, offsets: Offsets, scale: float) -> Tensor:
     """What ``Attend`` gives, in operations that torch can differentiate again."""
     row = offsets.rows()
     weights = weights_of(query, key, by_query, by_key, seen, row, scale)
-    y = weights @ value
-    return y if table is None else y + summed(weights, row, len(table)) @ table
+    return weights @ value + summed(weights, row, len(table)) @ table
 
 
 def elementary_gradients(query: Tensor, key: Tensor, value: Tensor, by_query: Tensor | None, by_key: Tensor | None,
-                         table: Tensor | None, seen: Tensor | None, offsets: Offsets, scale: float,
+                         table: Tensor, seen: Tensor | None, offsets: Offsets, scale: float,
                          gradient: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of ``elementary``, in operations that torch.vmap knows."""
     row, width = offsets.rows(), 2 * offsets.reach + 1
     weights = weights_of(query, key, by_query, by_key, seen, row, scale)
-    d_weights = gradient @ value.mT
-    if table is not None:
-        d_weights = d_weights + gathered(gradient @ table.mT, None, row)
+    d_weights = gradient @ value.mT + gathered(gradient @ table.mT, None, row)
     d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdim=True))
     return (d_scores @ key * scale, d_scores.mT @ query * scale, weights.mT @ gradient,
             None if by_query is None else summed(d_scores, row, width),
             None if by_key is None else summed(d_scores.mT, row.mT, width),
-            None if table is None else (summed(weights, row, width).mT @ gradient).sum(0))
+            (summed(weights, row, width).mT @ gradient).sum(0))
 
 
 def by_head(x: Tensor, seen: Tensor) -> Tensor:
@@ -59,8 +56,8 @@ class Attend(Function):
     """softmax(scale Q K^T + terms) (V + rows of the table), 0 for queries that see nothing.
 
     ``query`` (lines, queries, head_dim), ``key`` and ``value`` (lines, keys, head_dim); ``by_query`` (lines, queries,
-    rows) and ``by_key`` (lines, keys, rows): terms of the scores, ``table`` (rows, head_dim): what is added to the
-    values, each by offset (see ``offsets``), or None. ``seen``: bool (1 or batch, 1, queries, keys), or None.
+    rows) and ``by_key`` (lines, keys, rows): terms of the scores, or None; ``table`` (rows, head_dim): what is added to
+    the values, each by offset (see ``offsets``). ``seen``: bool (1 or batch, 1, queries, keys), or None.
 
     As in FlashAttention (Dao et al. 2022) the weights are computed again in backward, from what is kept of each query:
     its largest score and the sum of its exponentials. Gradients of gradients, and many gradients at once under a vmap,
@@ -69,17 +66,15 @@ class Attend(Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, by_query: Tensor | None, by_key: Tensor | None,
-                table: Tensor | None, seen: Tensor | None, offsets: Offsets, scale: float) -> Tensor:
+                table: Tensor, seen: Tensor | None, offsets: Offsets, scale: float) -> Tensor:
         y, kept = torch.empty_like(value[:, : offsets.n]), query.new_empty(2, *query.shape[:2], 1)
         tiles = Tiles(query, key, by_query, by_key, seen, offsets, scale)
-        sums = None if table is None else Sums(query, offsets, True, False)
+        sums = Sums(query, offsets, True, False)
         for tile, scores in tiles:
             most = scores.amax(-1, keepdim=True)
             total = scores.sub_(most).exp_().sum(-1, keepdim=True)
-            mine = torch.bmm(scores, value)
-            if sums is not None:
-                sums.add(scores, tile)
-                mine += sums.by_query[:, tile.queries] @ table
+            sums.add(scores, tile)
+            mine = torch.bmm(scores, value).add_(sums.by_query[:, tile.queries] @ table)
             y[:, tile.queries] = mine.div_(total)
             kept[0, :, tile.queries], kept[1, :, tile.queries] = most, total
         if seen is not None:
@@ -106,23 +101,20 @@ class Attend(Function):
         own = (gradient * y).sum(-1, keepdim=True)
         d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         sums = Sums(query, offsets, by_query is not None, by_key is not None)
-        at_offset, terms = None, None
-        if table is not None:
-            at_offset, terms = Sums(query, offsets, True, False), Tables(gradient @ table.mT, None, offsets)
+        at_offset, terms = Sums(query, offsets, True, False), Tables(gradient @ table.mT, None, offsets)
         for tile, scores in Tiles(query, key, by_query, by_key, seen, offsets, scale):
             weights = scores.sub_(most[:, tile.queries]).exp_().div_(total[:, tile.queries])
             mine = gradient[:, tile.queries]
             d_value.baddbmm_(weights.mT, mine)
-            d_scores = torch.bmm(mine, value.mT) if terms is None else weights.new_empty(weights.shape)
-            if terms is not None:
-                at_offset.add(weights, tile)
-                terms.fill(d_scores, tile)
-                d_scores.baddbmm_(mine, value.mT)
+            at_offset.add(weights, tile)
+            d_scores = torch.empty_like(weights)
+            terms.fill(d_scores, tile)
+            d_scores.baddbmm_(mine, value.mT)
             d_scores.sub_(own[:, tile.queries]).mul_(weights)
             d_query[:, tile.queries] = torch.bmm(d_scores, key).mul_(scale)
             d_key.baddbmm_(d_scores.mT, query[:, tile.queries], alpha=scale)
             sums.add(d_scores, tile)
-        d_table = None if table is None else at_offset.by_query.flatten(0, 1).mT @ gradient.flatten(0, 1)
+        d_table = at_offset.by_query.flatten(0, 1).mT @ gradient.flatten(0, 1)
         return d_query, d_key, d_value, sums.by_query, sums.by_key, d_table, None, None, None
 
 

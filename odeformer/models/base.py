@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from odeformer.attention.pairs import Sight
 from odeformer.block import COUPLINGS, Block
-from odeformer.blocks import Blocks
 from odeformer.cache import Cache, CachePass
 from odeformer.compiled import Compiled
 from odeformer.context import Context
@@ -218,8 +217,7 @@ class DepthModel(nn.Module):
 
         Raises ValueError where the layers are not odeformer's own (``wrap``).
         """
-        if not isinstance(self.layers, Blocks):
-            raise ValueError("compile() is for models with layers of odeformer's own; those of a wrapped model are not")
+        refuse_wrapped(self, "compile")
         self.compiled = Compiled(options)
 
     def parameter_report(self, n_tokens: int | None = None) -> Any:
@@ -234,6 +232,12 @@ class DepthModel(nn.Module):
         from odeformer.models.store import save
 
         save(self, folder)
+
+
+def refuse_wrapped(model: Any, what: str) -> None:
+    """Raises ValueError where the layers of a model are a user's own (``wrap``)."""
+    if not getattr(model, "own_layers", True):
+        raise ValueError(f"{what} is for layers of odeformer's own; those of a wrapped model are not")
 
 
 def check_memory(cross: bool, z: Tensor, memory: Tensor | None, mask: Tensor | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from odeformer.models.base import DepthModel
+from odeformer.models.base import DepthModel, refuse_wrapped
 
 
 def parts_of(model: Any) -> dict[str, Any]:
@@ -21,5 +21,5 @@ def check_model(model: Any) -> None:
 def check_own_layers(model: Any, what: str) -> None:
     """Raises TypeError as ``check_model``, ValueError where the layers are a user's own (``wrap``)."""
     check_model(model)
-    if not all(part.own_layers for part in parts_of(model).values()):
-        raise ValueError(f"{what} is for layers of odeformer's own; those of a wrapped model are not")
+    for part in parts_of(model).values():
+        refuse_wrapped(part, what)
