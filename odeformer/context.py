@@ -50,8 +50,7 @@ class Context:
     @property
     def by_row(self) -> bool:
         """Whether the field holds something of each row of the batch, so that no row can leave it."""
-        turned = self.rotary is not None and self.rotary.cos.dim() > 2
-        return self.holds_rows or turned or self.mask is not None or self.memory is not None
+        return self.holds_rows or self.mask is not None or self.memory is not None
 
     def attention(self, layer: int) -> dict[str, Any]:
         """The arguments of a self-attention beside the state."""

@@ -37,13 +37,14 @@ def test_padded_batches_are_solved_row_by_row(kind, name):
     torch.testing.assert_close(ours * mask.unsqueeze(-1), wanted * mask.unsqueeze(-1), rtol=1e-5, atol=1e-6)
 
 
-def test_series_whose_positions_are_their_own_times():
+def test_series_of_unequal_length():
     def make(**depth):
         return growing.shaken(SeriesEncoder(SeriesConfig(n_channels=2, n_outputs=3, n_layers=2, block=BlockConfig(
             8, 2, position="rope"), depth=DepthConfig(**depth))))
 
     values, times = torch.randn(3, 6, 2, dtype=torch.float64), torch.rand(3, 6, dtype=torch.float64).cumsum(1)
-    ours, wanted = both(make, lambda model: model(values, times))
+    mask = torch.arange(6) < torch.tensor([[6], [3], [1]])
+    ours, wanted = both(make, lambda model: model(values, times, mask))
     torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
 
 
